@@ -1,0 +1,17 @@
+"""The exceptions that reach a user: each says in one sentence what was found, what is allowed and what to do."""
+
+
+class DFlashError(Exception):
+    """Base of every error that `dflash_jax` raises on purpose."""
+
+
+class ConfigError(DFlashError, ValueError):
+    """A `config.json`, a drafter that does not fit its target, or an option of `LLM` is wrong."""
+
+
+class CheckpointError(DFlashError, ValueError):
+    """A model folder, or a tensor in it, is missing, surplus, misshaped or damaged."""
+
+
+class RequestError(DFlashError, ValueError):
+    """A prompt or its sampling parameters cannot be served."""
