@@ -1,0 +1,69 @@
+"""The DFlash drafter: a block-diffusion model that fills a whole block of tokens in one pass.
+
+Source: arXiv 2602.06036, section 4. The drafter has neither embedding nor head of its own: both are the target's.
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import DraftConfig
+from dflash_jax.models.layers import DecoderLayer, KVCache, project, rms_norm, rope_tables
+from dflash_jax.models.tables import declare, outer_table
+from dflash_jax.models.target import logits_of
+
+
+class DraftModel(nn.Module):
+    """Drafter layers over context features of the target and a block of mostly masked positions.
+
+    The cache of a drafter holds context keys and values at positions 0..n-1. A block writes its own keys and
+    values from position n on; they are garbage once the block is verified, and never seen again: the next
+    context overwrites the accepted positions, the next block the rest.
+    """
+
+    config: DraftConfig
+
+    def setup(self) -> None:
+        self.weights = declare(self, outer_table(self.config), self.config)
+        self.layers = [DecoderLayer(self.config, i) for i in range(self.config.num_hidden_layers)]
+
+    def write_context(self, features: Float[Array, "B T C"], positions: Int[Array, "B T"], cache: KVCache) -> KVCache:
+        """Turn tapped hidden states of processed tokens into context keys and values of every layer.
+
+        Args:
+            features: outputs of the tapped target layers, side by side in the order of `target_layer_ids`.
+            positions: the tokens' absolute positions; negative ones are skipped.
+            cache: the drafter's.
+        """
+        context = rms_norm(project(features, self.weights["fc"]), self.weights["hidden_norm"], self.config.rms_norm_eps)
+        rope = rope_tables(self.config, positions)
+        for layer in self.layers:
+            cache = layer.write_context(context, rope, positions, cache)
+        return cache
+
+    def __call__(
+        self, block: Float[Array, "B G D"], positions: Int[Array, "B G"], cache: KVCache
+    ) -> tuple[Float[Array, "B G D"], KVCache]:
+        """Hidden states of a block after the last norm; row j (from 1) predicts the token AT its position.
+
+        Args:
+            block: embeddings of the anchor and of G-1 mask tokens.
+            positions: n..n+G-1 where n is the length of the context; negative rows belong to idle sequences.
+            cache: the drafter's, with context at positions 0..n-1.
+        """
+        x = block
+        rope = rope_tables(self.config, positions)
+        kv_length = positions.max(axis=1) + 1
+        for layer in self.layers:
+            x, cache = layer(x, rope, positions, kv_length, cache)
+        return rms_norm(x, self.weights["norm"], self.config.rms_norm_eps), cache
+
+    def tokens(self, hidden: Float[Array, "B T D"], target_head: Float[Array, "V D"]) -> Int[Array, "B T"]:
+        """The likeliest token of each row, in the target's vocabulary."""
+        own_head = self.weights.get("lm_head")
+        if own_head is None:
+            return logits_of(hidden, target_head).argmax(axis=-1).astype(jnp.int32)
+        drafted = logits_of(hidden, own_head).argmax(axis=-1)
+        return drafted.astype(jnp.int32) + self.weights["d2t"][drafted]

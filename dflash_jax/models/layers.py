@@ -1,0 +1,198 @@
+"""Norm, rotary embedding, attention and MLP: what target and drafter layers are made of.
+
+Modules are functional: parameters in, arrays out. They know nothing of where keys and values are kept; a layer
+writes to and attends over a `KVCache` that it is handed and hands back.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import DecoderConfig, LayerMask, RopeConfig
+from dflash_jax.models.tables import attention_table, declare, mlp_table, norms_table
+
+
+class KVCache(Protocol):
+    """Keys and values of the layers of one model, for B sequences. Dense today, paged in the engine."""
+
+    def write(
+        self,
+        layer: int,
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        positions: Int[Array, "B T"],
+    ) -> KVCache:
+        """Store k and v at their absolute positions; a negative position is skipped."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "B T N H"],
+        positions: Int[Array, "B T"],
+        kv_length: Int[Array, " B"],
+        mask: LayerMask,
+    ) -> Float[Array, "B T N H"]:
+        """Attention of q over the stored keys at positions below kv_length that the mask lets it see."""
+        ...
+
+
+Rope = tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]
+
+
+def project(x: Float[Array, "B T I"], weight: Array, bias: Array | None = None) -> Array:
+    """X @ weight.T for a weight [..., I], giving x's dtype; float32 stays float32 on every device (no TF32)."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    out = lax.dot_general(x, weight, (((2,), (weight.ndim - 1,)), ((), ())), precision=precision)
+    return out if bias is None else out + bias
+
+
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
+    """Root-mean-square norm over the last axis, computed in float32."""
+    wide = x.astype(jnp.float32)
+    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * scaled.astype(x.dtype)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Inverse frequencies [H/2] in float32 and the factor on cos and sin.
+
+    Sources: linear, arXiv 2306.15595; yarn, arXiv 2309.00071; llama3, Llama 3.1's reference code. The
+    conventions for missing fields are those of transformers 5.
+    """
+    inverse = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.rope_type == "linear":
+        return (inverse / rope.factor).astype(np.float32), 1.0
+    if rope.rope_type == "llama3":
+        wavelength = 2 * math.pi / inverse
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        smooth = np.clip((rope.original_max_position_embeddings / wavelength - low) / (high - low), 0.0, 1.0)
+        return ((1 - smooth) * inverse / rope.factor + smooth * inverse).astype(np.float32), 1.0
+    if rope.rope_type == "yarn":
+        return _yarn(rope, inverse, head_dim)
+    return inverse.astype(np.float32), 1.0
+
+
+def _yarn(rope: RopeConfig, inverse: np.ndarray, head_dim: int) -> tuple[np.ndarray, float]:
+    def dimension_of(rotations: float) -> float:
+        length = rope.original_max_position_embeddings
+        return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = np.clip((np.arange(head_dim // 2) - low) / ((high - low) or 0.001), 0.0, 1.0)
+    blended = inverse / rope.factor * ramp + inverse * (1 - ramp)
+
+    def magnitude(scale: float, m: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * m * math.log(scale) + 1.0
+
+    factor = rope.attention_factor
+    if factor is None and rope.mscale and rope.mscale_all_dim:
+        factor = magnitude(rope.factor, rope.mscale) / magnitude(rope.factor, rope.mscale_all_dim)
+    return blended.astype(np.float32), magnitude(rope.factor) if factor is None else factor
+
+
+def rope_tables(config: DecoderConfig, positions: Int[Array, "B T"]) -> Rope:
+    """Cosines and sines of absolute positions, float32."""
+    inverse, factor = inverse_frequencies(config.rope, config.head_dim)
+    angles = positions[..., None].astype(jnp.float32) * inverse
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate(x: Float[Array, "B T N H"], rope: Rope) -> Float[Array, "B T N H"]:
+    """Rotary embedding over the whole head, halves paired (Hugging Face's order)."""
+    cos, sin = (table[:, :, None, :] for table in rope)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections of one attention block; the attention itself is the cache's."""
+
+    config: DecoderConfig
+
+    def setup(self) -> None:
+        self.weights = declare(self, attention_table(self.config), self.config)
+
+    def _heads(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+        heads = project(x, self.weights[f"{name}_proj"], self.weights.get(f"{name}_proj_bias"))
+        norm = self.weights.get(f"{name}_norm")
+        return heads if norm is None else rms_norm(heads, norm, self.config.rms_norm_eps)
+
+    def queries(self, x: Float[Array, "B T D"], rope: Rope) -> Float[Array, "B T N H"]:
+        """Normed and rotated queries."""
+        return rotate(self._heads("q", x), rope)
+
+    def keys_values(
+        self, x: Float[Array, "B T D"], rope: Rope
+    ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Normed and rotated keys, and values."""
+        return rotate(self._heads("k", x), rope), self._heads("v", x)
+
+    def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """The output projection."""
+        flat = heads.reshape(*heads.shape[:2], -1)
+        weight = self.weights["o_proj"]
+        return project(flat, weight.reshape(weight.shape[0], -1), self.weights.get("o_proj_bias"))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    config: DecoderConfig
+
+    def setup(self) -> None:
+        self.weights = declare(self, mlp_table(self.config), self.config)
+
+    def _linear(self, name: str, x: Array) -> Array:
+        return project(x, self.weights[name], self.weights.get(f"{name}_bias"))
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        gated = jax.nn.silu(self._linear("gate_proj", x)) * self._linear("up_proj", x)
+        return self._linear("down_proj", gated)
+
+
+class DecoderLayer(nn.Module):
+    """One pre-norm decoder layer; layer `index` of its cache and of its configuration's masks."""
+
+    config: DecoderConfig
+    index: int
+
+    def setup(self) -> None:
+        self.norms = declare(self, norms_table(), self.config)
+        self.self_attn = Attention(self.config)
+        self.mlp = MLP(self.config)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rope: Rope,
+        positions: Int[Array, "B T"],
+        kv_length: Int[Array, " B"],
+        cache: KVCache,
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        eps = self.config.rms_norm_eps
+        h = rms_norm(x, self.norms["input_layernorm"], eps)
+        k, v = self.self_attn.keys_values(h, rope)
+        cache = cache.write(self.index, k, v, positions)
+        q = self.self_attn.queries(h, rope)
+        x = x + self.self_attn.output(cache.attend(self.index, q, positions, kv_length, self.config.layers[self.index]))
+        h = rms_norm(x, self.norms["post_attention_layernorm"], eps)
+        return x + self.mlp(h), cache
+
+    def write_context(
+        self, context: Float[Array, "B T D"], rope: Rope, positions: Int[Array, "B T"], cache: KVCache
+    ) -> KVCache:
+        """Keys and values of context features (drafter layers only): no input norm, no MLP."""
+        k, v = self.self_attn.keys_values(context, rope)
+        return cache.write(self.index, k, v, positions)
