@@ -1,0 +1,126 @@
+"""Safetensors to parameters, by the table of the architecture.
+
+All headers are checked against the table before any tensor is read, so that a wrong file loads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.checkpoint.safetensors import TensorInfo, list_tensors
+from dflash_jax.config import DraftConfig, TargetConfig
+from dflash_jax.errors import CheckpointError
+from dflash_jax.models.tables import (
+    IGNORED_TENSORS,
+    checkpoint_shape,
+    checkpoint_table,
+    layout_axes,
+    parameter_path,
+    sizes,
+)
+
+Params = dict[str, Any]  # nested dicts of arrays, as Flax modules take them
+Placement = Callable[[tuple[str, ...], tuple[int, ...]], jax.sharding.Sharding | None]
+
+FP8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
+SCALE_SUFFIXES = ("_scale", "_scale_inv")  # both multiply; the second is DeepSeek's and Qwen's name
+MOST_NAMED = 5  # problems spelled out in one error
+
+
+def load_params(
+    folder: Path, config: TargetConfig | DraftConfig, dtype: jnp.dtype, place: Placement = lambda axes, shape: None
+) -> Params:
+    """Load a model's parameters.
+
+    Args:
+        folder: holds `*.safetensors`, with or without an index.
+        config: of the model in it.
+        dtype: float32 or bfloat16; tensors of other float types are converted, fp8 ones with their scales.
+        place: sharding of an array, given its letters and shape; None leaves it on the default device.
+
+    Returns:
+        Nested dicts of arrays, as the Flax modules take them.
+
+    Raises:
+        CheckpointError: a tensor is missing, surplus, or has a shape or dtype that the table does not expect.
+    """
+    tensors = list_tensors(folder)
+    table = checkpoint_table(config)
+    _check(folder, tensors, table, config)
+    params: Params = {}
+    letters = sizes(config)
+    for name, axes in table.items():
+        array_axes = layout_axes(axes)
+        shape = tuple(letters[a] for a in array_axes)
+        array = _read(tensors, name, config).reshape(shape)
+        placed = jax.device_put(array, place(array_axes, shape))
+        wanted = dtype if jnp.issubdtype(placed.dtype, jnp.floating) else jnp.dtype(jnp.int32)
+        *outer, leaf = parameter_path(name)
+        node = params
+        for key in outer:
+            node = node.setdefault(key, {})
+        node[leaf] = placed.astype(wanted)
+    return params
+
+
+def _check(
+    folder: Path, tensors: dict[str, TensorInfo], table: dict[str, str], config: TargetConfig | DraftConfig
+) -> None:
+    """One error for everything that does not fit: file, tensor, what was expected, what was found."""
+    problems = []
+    for name, axes in table.items():
+        expected, info = checkpoint_shape(axes, config), tensors.get(name)
+        if info is None:
+            problems.append(f"{folder}: tensor {name!r} of shape {list(expected)} is missing")
+        elif info.shape != expected:
+            problems.append(
+                f"{info.file}: tensor {name!r} should have shape {list(expected)} and has {list(info.shape)}"
+            )
+        elif name == "d2t":
+            if not np.issubdtype(info.dtype, np.integer):
+                problems.append(f"{info.file}: tensor {name!r} should hold integers and holds {info.dtype}")
+        elif not jnp.issubdtype(info.dtype, jnp.floating):
+            problems.append(f"{info.file}: tensor {name!r} should hold floats and holds {info.dtype}")
+    for name, info in tensors.items():
+        if name in table or IGNORED_TENSORS.search(name) or name == "lm_head.weight":  # a tied or copied head
+            continue
+        base = next((name.removesuffix(suffix) for suffix in SCALE_SUFFIXES if name.endswith(suffix)), None)
+        if base not in table or base not in tensors or tensors[base].dtype not in FP8:
+            problems.append(f"{info.file}: tensor {name!r} of shape {list(info.shape)} is surplus")
+    if problems:
+        more = f"; and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
+        raise CheckpointError(
+            "; ".join(problems[:MOST_NAMED]) + more + ". Check that config.json and the weights belong together."
+        )
+
+
+def _read(tensors: dict[str, TensorInfo], name: str, config: TargetConfig | DraftConfig) -> np.ndarray:
+    """A tensor in the checkpoint's shape; an fp8 tensor comes dequantised to float32 if it has a scale."""
+    array = tensors[name].load()
+    for suffix in SCALE_SUFFIXES:
+        scale = tensors.get(name + suffix)
+        if scale is not None:
+            wide = scale.load().astype(np.float32)
+            return array.astype(np.float32) * _spread(wide, array.shape, config.weight_block_size, scale)
+    return array
+
+
+def _spread(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None, info: TensorInfo) -> np.ndarray:
+    """A scale for the whole tensor, for each row, or for each block, made to broadcast against the tensor."""
+    if scale.size == 1:
+        return scale.reshape(())
+    if scale.size == shape[0] and scale.shape[0] == shape[0]:
+        return scale.reshape(-1, *[1] * (len(shape) - 1))
+    if block is not None and scale.shape == tuple(-(-length // b) for length, b in zip(shape, block, strict=True)):
+        rows, columns = (np.arange(length) // b for length, b in zip(shape, block, strict=True))
+        return scale[rows][:, columns]
+    raise CheckpointError(
+        f"{info.file}: tensor {info.name!r} of shape {list(scale.shape)} fits neither the whole, nor the rows, nor the "
+        f"blocks {block} of the weight {list(shape)}; check weight_block_size in config.json."
+    )
