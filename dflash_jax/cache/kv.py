@@ -1,0 +1,85 @@
+"""The dense KV cache: one [B, S, K, H] array for keys and one for values of each layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import LayerMask
+from pallas_kernels.masks import visible
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DenseKVCache:
+    """A `models.layers.KVCache` with S slots for each of B sequences; position p of a sequence is slot p.
+
+    Arrays of layers are separate, so that a donated cache is updated in place. fp8 caches store at scale 1,
+    clipped: a cast beyond the range would be NaN or infinity.
+    """
+
+    keys: list[Float[Array, "B S K H"]]
+    values: list[Float[Array, "B S K H"]]
+
+    @staticmethod
+    def zeros(
+        num_layers: int,
+        shape: tuple[int, int, int, int],
+        dtype: jnp.dtype,
+        sharding: jax.sharding.Sharding | None = None,
+    ) -> DenseKVCache:
+        """An empty cache of arrays of shape [B, S, K, H]."""
+        keys, values = ([jnp.zeros(shape, dtype, device=sharding) for _ in range(num_layers)] for _ in range(2))
+        return DenseKVCache(keys, values)
+
+    def write(
+        self,
+        layer: int,
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        positions: Int[Array, "B T"],
+    ) -> DenseKVCache:
+        """Store k and v at their positions; positions that are negative or beyond the last slot are skipped."""
+        slots = self.keys[layer].shape[1]
+        where = (jnp.arange(k.shape[0])[:, None], jnp.where(positions < 0, slots, positions))
+        keys, values = list(self.keys), list(self.values)
+        keys[layer] = keys[layer].at[where].set(_narrow(k, keys[layer].dtype), mode="drop")
+        values[layer] = values[layer].at[where].set(_narrow(v, values[layer].dtype), mode="drop")
+        return replace(self, keys=keys, values=values)
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "B T N H"],
+        positions: Int[Array, "B T"],
+        kv_length: Int[Array, " B"],
+        mask: LayerMask,
+    ) -> Float[Array, "B T N H"]:
+        """Attention in float32; a row that sees nothing gives zeros."""
+        keys, values = (pool[layer].astype(q.dtype) for pool in (self.keys, self.values))
+        B, T, N, H = q.shape
+        K = keys.shape[2]
+        key_positions = jnp.arange(keys.shape[1])
+        seen = visible(positions, key_positions[None, :], mask=mask.mask, window=mask.window)
+        seen &= (key_positions < kv_length[:, None])[:, None, :]
+        precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+        grouped = q.reshape(B, T, K, N // K, H)
+        scores = jnp.einsum(
+            "btkgh,bskh->bkgts", grouped, keys, precision=precision, preferred_element_type=jnp.float32
+        ) * (H**-0.5)
+        weights = jax.nn.softmax(scores, axis=-1, where=seen[:, None, None])
+        weights = jnp.where(seen[:, None, None], weights, 0.0).astype(q.dtype)
+        out = jnp.einsum("bkgts,bskh->btkgh", weights, values, precision=precision)
+        return out.reshape(B, T, N, H)
+
+
+def _narrow(x: Array, dtype: jnp.dtype) -> Array:
+    """Cast to the cache's dtype without leaving its range."""
+    if jnp.finfo(dtype).bits < jnp.finfo(x.dtype).bits:
+        limit = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -limit, limit)
+    return x.astype(dtype)
