@@ -1,0 +1,54 @@
+"""Where arrays live: which of their letters are split over the devices of axis `tp`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from dflash_jax.errors import ConfigError
+
+SPLIT = ("N", "K", "F", "V")  # query heads, kv heads, mlp width, vocabulary
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Tensor parallelism over the first devices of this process."""
+
+    mesh: jax.sharding.Mesh
+
+    @staticmethod
+    def of(tensor_parallel_size: int) -> Mesh:
+        """A mesh of that many devices.
+
+        Raises:
+            ConfigError: there are fewer devices.
+        """
+        devices = jax.devices()
+        if tensor_parallel_size > len(devices):
+            raise ConfigError(
+                f"tensor_parallel_size={tensor_parallel_size} but JAX sees {len(devices)} {devices[0].platform} "
+                "device(s); lower it or make more devices visible."
+            )
+        return Mesh(
+            jax.make_mesh(
+                (tensor_parallel_size,), ("tp",), axis_types=(AxisType.Auto,), devices=devices[:tensor_parallel_size]
+            )
+        )
+
+    def place(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
+        """Split an array on its first letter that can be split evenly; else keep it whole on every device."""
+        size = self.mesh.size
+        spec: list[str | None] = [None] * len(axes)
+        for i, (letter, length) in enumerate(zip(axes, shape, strict=True)):
+            if letter in SPLIT and length % size == 0:
+                spec[i] = "tp"
+                break
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def replicate(self, tree: Tree) -> Tree:
+        """Put a tree of arrays whole on every device."""
+        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))
