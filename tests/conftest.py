@@ -1,0 +1,23 @@
+"""Tests run on 4 virtual CPU devices; with DFLASH_TEST_GPU=1 on the GPUs of the machine, `gpu` tests included."""
+
+import os
+
+ON_GPU = os.environ.get("DFLASH_TEST_GPU") == "1"
+if not ON_GPU:  # before the first import of jax: a device count cannot be changed later
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).parent / "data"
+
+
+def pytest_collection_modifyitems(items):
+    if not ON_GPU:
+        skip = pytest.mark.skip(reason="needs an NVIDIA GPU: run with DFLASH_TEST_GPU=1 on one")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
