@@ -1,0 +1,7 @@
+"""Kernels of the serving engine: one folder an op, one public function each. Knows nothing of the engine."""
+
+from pallas_kernels.masks import visible
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.write_kv import write_kv
+
+__all__ = ["paged_attention", "visible", "write_kv"]

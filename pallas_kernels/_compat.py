@@ -1,0 +1,126 @@
+"""The only file that knows JAX versions (0.10.2 to 0.11.2), devices and what Pallas calls things on each.
+
+The rest of the package names a kernel, its outputs and its parameters, and gets from here what differs.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+# Pallas' Triton backend is deprecated since JAX 0.11 in favour of Mosaic GPU, and says so at every lowering. It stays
+# here on purpose: it is the only backend whose whole semantics run on a CPU (interpret mode), and it covers what the
+# Mosaic kernel does not. The filter matches that one message and nothing else.
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
+
+_OLD = jax.__version_info__ < (0, 11)
+_H200_SMS = 132
+
+Interpret = bool
+
+
+def triton_call(
+    kernel: Callable[..., None],
+    *,
+    grid: tuple[int, ...],
+    out_shape: Any,
+    num_warps: int,
+    num_stages: int,
+    interpret: Interpret,
+    name: str,
+    aliases: dict[int, int] | None = None,
+) -> Callable[..., Any]:
+    """``pl.pallas_call`` on the Triton backend: explicit parameters, since the default backend differs by version."""
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=out_shape,
+        input_output_aliases=aliases or {},
+        compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+        name=name,
+    )
+
+
+def row_index(*index: Any) -> tuple[jax.Array, ...]:
+    """Index of whole rows of a reference: scalars and vectors of one length, then the length of a row.
+
+    The interpreter takes indices that are all slices or all arrays, not some of each, so a row is an array too.
+    Rows out of range are legal under a mask: the GPU does not touch them, the interpreter fills or drops them.
+    """
+    *leading, width = index
+    size = max(getattr(i, "size", 1) for i in leading)
+    shape = (size, width)
+    column = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return *(jnp.broadcast_to(jnp.reshape(i, (-1, 1)), shape) for i in leading), column
+
+
+def out_like(shape: Sequence[int], dtype: Any, operand: jax.Array) -> jax.ShapeDtypeStruct:
+    """An output that varies over the mesh axes which ``operand`` varies over, as ``shard_map`` wants to be told."""
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=_manual(operand))
+
+
+def _manual(x: jax.Array) -> Any:
+    return jax.typeof(x).manual_axis_type
+
+
+def vary_alike(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The operands, each marked as varying over the mesh axes that any of them varies over (no data moves)."""
+    varying = [_manual(x).varying for x in operands]
+    every: frozenset[Any] = frozenset().union(*varying)
+    return tuple(
+        jax.lax.pcast(x, tuple(every - own), to="varying") if every - own else x
+        for x, own in zip(operands, varying, strict=True)
+    )
+
+
+def smem_transpose(ref: Any) -> Any:
+    """The transpose of a two-dimensional shared-memory reference (Mosaic GPU)."""
+    if _OLD:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        return plgpu.transpose_ref(ref, (1, 0))
+    return ref.T
+
+
+def smem_load(ref: Any, layout: Any) -> jax.Array:
+    """Loads a whole shared-memory reference into registers in the given layout (Mosaic GPU)."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.load(ref, *([()] if _OLD else []), layout=layout)
+
+
+@functools.cache
+def compute_capability() -> tuple[int, int] | None:
+    """Compute capability of the default device, or None where it is no NVIDIA GPU."""
+    device = jax.devices()[0]
+    text = getattr(device, "compute_capability", None)
+    if device.platform != "gpu" or text is None:
+        return None
+    major, _, minor = str(text).partition(".")
+    return int(major), int(minor or 0)
+
+
+@functools.cache
+def sm_count() -> int:
+    """Multiprocessors of the default device; an H200's where it is no GPU (lowering for CUDA on a CPU)."""
+    if compute_capability() is None:
+        return _H200_SMS
+    return int(getattr(jax.devices()[0], "core_count", _H200_SMS))
+
+
+def max_finite(dtype: Any) -> float:
+    """The largest finite number of a floating dtype: 448 for e4m3, 57344 for e5m2."""
+    return float(jnp.finfo(dtype).max)
+
+
+def is_fp8(dtype: Any) -> bool:
+    """Whether a dtype is one of the two 8-bit floats that pages may hold."""
+    return jnp.dtype(dtype) in (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))

@@ -1,0 +1,147 @@
+"""What every implementation of paged attention takes, checked once, and the geometry they share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import _compat
+from pallas_kernels.masks import Mask
+
+LOG2E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Checked arguments of one call, defaults filled in; letters as in ``paged_attention``."""
+
+    q: Float[Array, "B T N H"]
+    k_pages: Float[Array, "P K S H"]
+    v_pages: Float[Array, "P K S H"]
+    page_table: Int[Array, "B M"]
+    kv_length: Int[Array, " B"]
+    q_length: Int[Array, " B"]
+    valid_from: Int[Array, " B"]
+    k_scale: Float[Array, " K"]
+    v_scale: Float[Array, " K"]
+    mask: Mask
+    window: int | None
+    scale: float
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k_pages.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        return self.k_pages.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads of one kv head."""
+        return self.q.shape[2] // self.kv_heads
+
+    @property
+    def compute_dtype(self) -> Any:
+        """16-bit dtype of the operands of both matrix products; accumulation is always float32.
+
+        fp8 pages convert to float16, exactly: it holds every e4m3 and e5m2 number, and the conversion is one
+        instruction for two elements, where bfloat16 goes through float32.
+        """
+        return jnp.dtype(jnp.float16) if _compat.is_fp8(self.k_pages.dtype) else self.k_pages.dtype
+
+    @property
+    def scores_scale(self) -> Float[Array, " K"]:
+        """What a product q.k is multiplied by to be a base-2 logit."""
+        return self.k_scale * (self.scale * LOG2E)
+
+
+def checked(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    page_table: Any,
+    kv_length: Any,
+    q_length: Any,
+    *,
+    mask: Mask,
+    window: int | None,
+    scale: float | None,
+    k_scale: Any,
+    v_scale: Any,
+    valid_from: Any,
+) -> Arguments:
+    """Checks shapes and dtypes of a call and fills in its defaults; ValueError and TypeError print what they saw."""
+    if q.ndim != 4 or k_pages.ndim != 4:
+        raise ValueError(f"q must be [B, T, N, H] and pages [P, K, S, H]; got {q.shape} and {k_pages.shape}")
+    B, T, N, H = q.shape
+    _, K, _, H_pages = k_pages.shape
+    if v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
+        raise ValueError(f"k_pages and v_pages must be alike; got {_spec(k_pages)} and {_spec(v_pages)}")
+    if H_pages != H or N % K:
+        raise ValueError(f"q {q.shape} must have the H of pages {k_pages.shape} and a multiple of their K heads")
+    if page_table.ndim != 2 or page_table.shape[0] != B:
+        raise ValueError(f"page_table must be [B={B}, M]; got {page_table.shape}")
+    for name, dtype in (("q", q.dtype), ("k_pages", k_pages.dtype)):
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"{name} must be a floating array; got {dtype}")
+    if mask not in ("causal", "block"):
+        raise ValueError(f"mask must be 'causal' or 'block'; got {mask!r}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 (a query's own position counts); got {window}")
+    return Arguments(
+        q,
+        k_pages,
+        v_pages,
+        _whole("page_table", page_table, page_table.shape),
+        _whole("kv_length", kv_length, (B,)),
+        _whole("q_length", jnp.full((B,), T, jnp.int32) if q_length is None else q_length, (B,)),
+        _whole("valid_from", jnp.zeros((B,), jnp.int32) if valid_from is None else valid_from, (B,)),
+        _per_head("k_scale", k_scale, K),
+        _per_head("v_scale", v_scale, K),
+        mask=mask,
+        window=window,
+        scale=H**-0.5 if scale is None else float(scale),
+    )
+
+
+def key_range(
+    args: Arguments, kv_length: Any, q_length: Any, valid_from: Any, first: Any, last: Any
+) -> tuple[Any, Any]:
+    """Half-open range of key positions that query tokens first..last (inclusive) of one sequence may see.
+
+    Scalars of a kernel or arrays alike. Tokens past ``q_length`` see nothing; the range is empty if no token is left.
+    """
+    last = jnp.minimum(last, q_length - 1)
+    start = kv_length - q_length
+    low, high = jnp.maximum(valid_from, 0), kv_length
+    if args.mask == "causal":
+        high = jnp.minimum(high, start + last + 1)
+    elif args.window is not None:
+        high = jnp.minimum(high, start + last + args.window)
+    if args.window is not None:
+        low = jnp.maximum(low, start + first - args.window + 1)
+    return low, jnp.where(last >= first, high, low)
+
+
+def _spec(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}"
+
+
+def _whole(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
+    x = jnp.asarray(x)
+    if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name} must be an integer array {list(shape)}; got {_spec(x)}")
+    return x.astype(jnp.int32)
+
+
+def _per_head(name: str, x: Any, heads: int) -> jax.Array:
+    x = jnp.asarray(x, jnp.float32)
+    if x.shape not in ((), (1,), (heads,)):
+        raise ValueError(f"{name} must be a scalar or one number a kv head [{heads}]; got {list(x.shape)}")
+    return jnp.broadcast_to(x, (heads,))

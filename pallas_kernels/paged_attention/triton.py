@@ -1,0 +1,182 @@
+"""Paged attention on Pallas' Triton backend: every shape, mask and page dtype, on GPUs and in the interpreter.
+
+One program attends ``block`` query rows of one kv head (row = token * group + head of the group, so that the GQA heads
+share each page they read) to one split of the sequence's visible pages, a page a step. Splits then merge in a second,
+small kernel. The number of splits is chosen at trace time; the share of each is computed in the kernel from the
+lengths, so that short, idle and windowed sequences read what they see and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float
+
+from pallas_kernels import _compat
+from pallas_kernels.masks import visible
+from pallas_kernels.paged_attention.arguments import Arguments, key_range
+from pallas_kernels.paged_attention.combine import combine
+from pallas_kernels.paged_attention.splits import best_splits
+
+_LOWEST = -1e30  # start of a running maximum: finite, so that no difference of two maxima is inf - inf
+_GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a call is cut up: rows of a program, splits of the keys, warps and pipeline stages of a program."""
+
+    block: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def refusal(args: Arguments) -> str | None:
+    """Why the Triton backend cannot do this call, or None."""
+    H, S, dtype = args.q.shape[-1], args.page_size, args.k_pages.dtype
+    if dtype not in (jnp.bfloat16, jnp.float16) and not _compat.is_fp8(dtype):
+        return f"The Triton paged attention reads bf16, f16, e4m3 and e5m2 pages; these are {dtype}."
+    if H & (H - 1) or not 16 <= H <= 256:
+        return f"The Triton paged attention needs a head size that is a power of two from 16 to 256; this is {H}."
+    if S & (S - 1) or not 16 <= S <= 128:
+        return f"The Triton paged attention needs pages of 16, 32, 64 or 128 tokens; these hold {S}."
+    if dtype.itemsize == 1 and 2 * _GIB < args.k_pages.size <= 4 * _GIB:
+        return (
+            f"Pallas' Triton backend addresses an 8-bit pool of {args.k_pages.size / _GIB:.2f} GiB with 32-bit "
+            "offsets, which overflow between 2 and 4 GiB: use a pool of at most 2 GiB or of more than 4 GiB."
+        )
+    return None
+
+
+def default_config(args: Arguments) -> Config:
+    """The configuration that measured best on an H200 for this shape (BENCH.md)."""
+    B, T, _, H = args.q.shape
+    rows = T * args.group
+    block = min(128 if rows > 64 else 64, max(16, pl.next_power_of_2(rows)))
+    warps = 8 if block * H > 64 * 128 else 4
+    stages = 2 if _compat.is_fp8(args.k_pages.dtype) or H > 128 else 3
+    programs = B * args.kv_heads * pl.cdiv(rows, block)
+    per_sm = 1 if warps == 8 else 2
+    splits = best_splits(programs, args.page_table.shape[1], _compat.sm_count() * per_sm)
+    return Config(block=block, splits=splits, num_warps=warps, num_stages=stages)
+
+
+def paged_attention(
+    args: Arguments, *, interpret: bool = False, config: Config | None = None
+) -> Float[Array, "B T N H"]:
+    """See ``pallas_kernels.paged_attention``."""
+    if reason := refusal(args):
+        raise NotImplementedError(reason)
+    config = config or default_config(args)
+    B, T, N, H = args.q.shape
+    K, rows = args.kv_heads, T * args.group
+    blocks = pl.cdiv(rows, config.block)
+    inputs = _compat.vary_alike(
+        args.page_table, args.kv_length, args.q_length, args.valid_from, args.scores_scale, args.v_scale,
+        args.q, args.k_pages, args.v_pages,
+    )  # fmt: skip
+    whole = config.splits == 1
+    part = (B, K, config.splits, blocks * config.block)
+    shapes = [(B, T, N, H)] if whole else [(*part, H), part, part]
+    dtype = args.q.dtype if whole else jnp.float32
+    results = _compat.triton_call(
+        functools.partial(_attend, args=args, config=config),
+        grid=(config.splits, K * blocks, B),
+        out_shape=[_compat.out_like(shape, dtype, inputs[0]) for shape in shapes],
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+        name="paged_attention",
+    )(*inputs)
+    if whole:
+        return results[0]
+    return combine(*results, args=args, interpret=interpret)
+
+
+def _attend(
+    page_table: Any, kv_length: Any, q_length: Any, valid_from: Any, scores_scale: Any, v_scale: Any,
+    q: Any, k_pages: Any, v_pages: Any, *outputs: Any, args: Arguments, config: Config,
+) -> None:  # fmt: skip
+    """One program: ``block`` rows of one kv head of one sequence against one split of its visible pages."""
+    T, S, H, group, block = args.q.shape[1], args.page_size, args.q.shape[-1], args.group, config.block
+    split, b = pl.program_id(0), pl.program_id(2)
+    blocks = pl.cdiv(T * group, block)
+    head, row_block = pl.program_id(1) // blocks, pl.program_id(1) % blocks
+    length, tokens, lowest = kv_length[b], q_length[b], valid_from[b]
+
+    row = row_block * block + jnp.arange(block, dtype=jnp.int32)
+    token = row // group
+    low, high = key_range(
+        args, length, tokens, lowest, row_block * block // group, (row_block * block + block - 1) // group
+    )
+    first, last = _share(low // S, pl.cdiv(high, S), split, config.splits)
+
+    @pl.when((last > first) | (config.splits == 1))
+    def _():
+        valid = (token < tokens)[:, None]
+        queries = pltriton.load(q.at[_compat.row_index(b, token, head * group + row % group, H)], mask=valid, other=0.0)
+        queries = _operand(queries, args.compute_dtype)
+        factor = scores_scale[head]
+
+        def step(page: Any, carry: Any) -> Any:
+            acc, highest, total = carry
+            number = page_table[b, page]
+            position = page * S + jnp.arange(S, dtype=jnp.int32)
+            inside = (position >= low) & (position < high)
+            keys = k_pages[number, head].astype(args.compute_dtype)
+            scores = pltriton.dot(queries, keys.T) * factor
+            seen = visible(length - tokens + token, position, mask=args.mask, window=args.window)
+            scores = jnp.where(seen & inside[None, :] & valid, scores, -jnp.inf)
+            new = jnp.maximum(highest, scores.max(1))
+            weights = jnp.exp2(scores - new[:, None])
+            shrink = jnp.exp2(highest - new)
+            # Where no key is visible the page may hold anything, and 0 * NaN is NaN: those values load as zeros.
+            values = pltriton.load(v_pages.at[number, head], mask=inside[:, None], other=0.0)
+            values = values.astype(args.compute_dtype)
+            acc = acc * shrink[:, None] + pltriton.dot(weights.astype(args.compute_dtype), values)
+            return acc, new, total * shrink + weights.sum(1)
+
+        nothing = jnp.zeros((block,), jnp.float32)
+        acc, highest, total = lax.fori_loop(
+            first, last, step, (jnp.zeros((block, H), jnp.float32), nothing + _LOWEST, nothing)
+        )
+        if config.splits == 1:
+            acc = acc * (v_scale[head] / jnp.where(total > 0, total, 1))[:, None]
+            target = outputs[0].at[_compat.row_index(b, token, head * group + row % group, H)]
+            pltriton.store(target, acc.astype(outputs[0].dtype), mask=(token < T)[:, None])
+        else:
+            place = pl.ds(row_block * block, block)
+            outputs[0][b, head, split, place, :] = acc
+            outputs[1][b, head, split, place] = highest
+            outputs[2][b, head, split, place] = total
+
+    if config.splits > 1:
+
+        @pl.when(last <= first)
+        def _():  # the values of an empty split stay unwritten: its total of 0 says so
+            place = pl.ds(row_block * block, block)
+            outputs[1][b, head, split, place] = jnp.full((block,), _LOWEST, jnp.float32)
+            outputs[2][b, head, split, place] = jnp.zeros((block,), jnp.float32)
+
+
+def _share(first: Any, last: Any, split: Any, splits: int) -> tuple[Any, Any]:
+    """The pages of one split: all but the last non-empty one get equally many."""
+    each = pl.cdiv(jnp.maximum(last - first, 0), splits)
+    begin = first + split * each
+    return begin, jnp.minimum(begin + each, last)
+
+
+def _operand(x: jax.Array, dtype: Any) -> jax.Array:
+    """Queries in the dtype of the products; float16 cannot hold all that bfloat16 can, so clip first."""
+    if dtype == jnp.float16 and x.dtype != jnp.float16:
+        limit = _compat.max_finite(jnp.float16)
+        x = jnp.clip(x.astype(jnp.float32), -limit, limit)
+    return x.astype(dtype)

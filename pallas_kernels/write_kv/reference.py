@@ -1,0 +1,36 @@
+"""Writing keys and values into pages in plain jnp: the oracle of the kernel, and the path of CPUs and TPUs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import _compat
+
+
+def quantised(x: jax.Array, scale: Float[Array, " K"], dtype: jnp.dtype) -> jax.Array:
+    """``x / scale`` of ``[..., K, H]`` in a pool's dtype, clipped first: a cast that overflows makes NaN or inf."""
+    limit = _compat.max_finite(dtype)
+    y = x.astype(jnp.float32) / scale[:, None].reshape((1,) * (x.ndim - 2) + (-1, 1))
+    return jnp.clip(y, -limit, limit).astype(dtype)
+
+
+def write_kv(
+    k_pages: Float[Array, "P K S H"],
+    v_pages: Float[Array, "P K S H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    slots: Int[Array, " T"],
+    k_scale: Float[Array, " K"],
+    v_scale: Float[Array, " K"],
+) -> tuple[Float[Array, "P K S H"], Float[Array, "P K S H"]]:
+    """Scatters with ``.at[].set``, in place where the pools are donated; see ``pallas_kernels.write_kv``."""
+    P, _, S, _ = k_pages.shape
+    page = jnp.where(slots >= 0, slots // S, P)  # past the pool: dropped
+    offset = slots % S
+
+    def scatter(pool: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
+        return pool.at[page, :, offset, :].set(quantised(x, scale, pool.dtype), mode="drop")
+
+    return scatter(k_pages, k, k_scale), scatter(v_pages, v, v_scale)

@@ -1,0 +1,105 @@
+"""Write, then attend, in one donated jit: the pools of every layer stay where they are."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import paged_attention, write_kv
+from tests.kernels.cases import BF16, PAGE_DTYPES, cuda_lowering
+from tests.kernels.conftest import ATTENTION, ON_GPU
+
+B, T, N, K, S, H, M, P = 2, 4, 8, 2, 64, 128, 3, 11
+LAYERS = 2
+
+
+def step(pools, q, k, v, slots, page_table, kv_length, *, attention, write, interpret):
+    """Two layers of write-then-attend, as a target step does."""
+    out, written = q, []
+    for k_pages, v_pages in pools:
+        pages = write_kv(k_pages, v_pages, k, v, slots, implementation=write, interpret=interpret and write == "triton")
+        written.append(pages)
+        out = paged_attention(
+            out, *pages, page_table, kv_length,
+            implementation=attention, interpret=interpret and attention == "triton",
+        )  # fmt: skip
+    return written, out
+
+
+def operands(dtype):
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), BF16)  # noqa: E731
+    pools = [tuple(normal(P, K, S, H).astype(dtype) for _ in "kv") for _ in range(LAYERS)]
+    page_table = jnp.asarray(rng.permutation(P)[: B * M].reshape(B, M), jnp.int32)
+    kv_length = jnp.array([100, 70], jnp.int32)
+    position = kv_length[:, None] - T + jnp.arange(T, dtype=jnp.int32)[None]
+    slots = jnp.take_along_axis(page_table, position // S, axis=1) * S + position % S
+    return pools, normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, H), slots, page_table, kv_length
+
+
+def pool_copies(hlo: str, dtype) -> list[str]:
+    """Copies of an array of the pools' shape in optimised HLO, whatever the layout."""
+    name = {"bfloat16": "bf16", "float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2"}[jnp.dtype(dtype).name]
+    pattern = re.compile(rf"= \(?{name}\[{P},{K},{S},{H}\]\S* (copy|copy-start)\(")
+    return [line for line in hlo.splitlines() if pattern.search(line)]
+
+
+@pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_no_pool_is_copied(attention, dtype):
+    # On a CPU interpreted kernels carry the pools through a loop and copy them; there the reference shows the aliasing,
+    # and the lowering below what the Triton write asks of XLA.
+    if attention == "triton" and not ON_GPU:
+        pytest.skip("Interpreted kernels copy; the GPU run checks the compiled ones.")
+    write = "triton" if ON_GPU else "reference"
+    f = functools.partial(step, attention=attention, write=write, interpret=False)
+    arguments = operands(dtype)
+    compiled = jax.jit(f, donate_argnums=0).lower(*arguments).compile()
+    assert pool_copies(compiled.as_text(), dtype) == []
+    pool_bytes = sum(x.nbytes for x in jax.tree.leaves(arguments[0]))
+    analysis = compiled.memory_analysis()
+    assert analysis.alias_size_in_bytes >= pool_bytes
+    # The old pools are gone, the new ones lie in their memory, and a use of the old ones would be seen as a copy.
+    where = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(arguments[0])]
+    written, _ = compiled(*arguments)
+    assert all(x.is_deleted() for x in jax.tree.leaves(arguments[0]))
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(written)] == where
+
+
+@pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=lambda d: jnp.dtype(d).name)
+def test_the_copy_test_sees_a_copy(dtype):
+    """An old pool that is wanted after the write costs a copy, and ``pool_copies`` finds it."""
+    write = "triton" if ON_GPU else "reference"
+
+    def careless(pools, *rest):
+        return *step(pools, *rest, attention="reference", write=write, interpret=False), pools[0][0]
+
+    compiled = jax.jit(careless, donate_argnums=0).lower(*operands(dtype)).compile()
+    assert pool_copies(compiled.as_text(), dtype)
+
+
+def test_the_write_aliases_its_pools_for_cuda():
+    arguments = operands(BF16)
+    pools, _, k, v, slots, _, _ = arguments
+    text = cuda_lowering(lambda a, b, *rest: write_kv(a, b, *rest, implementation="triton"), *pools[0], k, v, slots)
+    call = next(line for line in text.splitlines() if "xla.gpu.triton" in line)
+    assert call.count("output_operand_alias<") == 2
+    for i in (0, 1):
+        assert f"output_tuple_indices = [{i}], operand_index = {i}" in call
+
+
+@pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=lambda d: jnp.dtype(d).name)
+def test_interpreted_kernels_chain_as_the_reference_does(dtype):
+    attention, write = ("triton", "triton")
+    found = jax.jit(functools.partial(step, attention=attention, write=write, interpret=not ON_GPU))(*operands(dtype))
+    expected = jax.jit(functools.partial(step, attention="reference", write="reference", interpret=False))(
+        *operands(dtype)
+    )
+    for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(expected[0]), strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+    np.testing.assert_allclose(np.asarray(found[1], np.float32), np.asarray(expected[1], np.float32), atol=0.02)

@@ -1,0 +1,84 @@
+"""Every implementation and page dtype lowers for CUDA on any machine, and only the compat module warns or branches."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as Spec
+
+import pallas_kernels
+from pallas_kernels import paged_attention, write_kv
+from tests.kernels.cases import BF16, E4M3, PAGE_DTYPES, cuda_lowering
+
+TARGETS = {"triton": "xla.gpu.triton", "mosaic": "mosaic_gpu"}
+SHAPES = {  # name: T, N, K, H
+    "decode": (1, 32, 8, 128),
+    "verify": (16, 32, 8, 128),
+    "verify-mqa-256": (16, 16, 1, 256),
+    "draft-64": (8, 8, 2, 64),
+    "prefill": (512, 32, 8, 128),
+}
+
+
+def arguments(T, N, K, H, dtype, B=8, P=300, S=64, M=128):
+    struct = jax.ShapeDtypeStruct
+    pool = struct((P, K, S, H), dtype)
+    return struct((B, T, N, H), BF16), pool, pool, struct((B, M), jnp.int32), struct((B,), jnp.int32)
+
+
+@pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("implementation", TARGETS)
+def test_attention_lowers(implementation, shape, dtype):
+    for options in ({}, {"mask": "block"}, {"window": 100}, {"mask": "block", "window": 100}):
+        f = functools.partial(paged_attention, implementation=implementation, **options)
+        if implementation == "mosaic" and shape == "prefill":
+            with pytest.raises(NotImplementedError, match="The Mosaic paged attention"):
+                cuda_lowering(f, *arguments(*SHAPES[shape], dtype))
+            continue
+        assert TARGETS[implementation] in cuda_lowering(f, *arguments(*SHAPES[shape], dtype))
+
+
+@pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=lambda d: jnp.dtype(d).name)
+def test_write_lowers(dtype):
+    _, pool, _, _, _ = arguments(1, 32, 8, 128, dtype)
+    new = jax.ShapeDtypeStruct((64, 16, 8, 128), BF16)
+    slots = jax.ShapeDtypeStruct((64, 16), jnp.int32)
+    text = cuda_lowering(functools.partial(write_kv, implementation="triton"), pool, pool, new, new, slots)
+    assert "xla.gpu.triton" in text
+
+
+def test_no_warning_reaches_the_user():
+    with warnings.catch_warnings(record=True) as caught:
+        cuda_lowering(functools.partial(paged_attention, implementation="triton"), *arguments(1, 8, 8, 128, E4M3))
+    assert [str(w.message) for w in caught] == []
+
+
+def test_one_place_silences_and_one_knows_versions():
+    root = pathlib.Path(pallas_kernels.__file__).parent
+    for path in root.rglob("*.py"):
+        found = re.findall(r"filterwarnings|simplefilter|jax\.__version", path.read_text())
+        assert found == [] or path.name == "_compat.py", path
+
+
+@pytest.mark.parametrize("implementation", TARGETS)
+def test_sharded_lowering_checks_what_varies(implementation):
+    """With check_vma on, as users run it: outputs must say that they vary over the mesh axis of the heads."""
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices")
+    mesh = Mesh(jax.devices()[:4], ("tp",))
+    f = jax.shard_map(
+        functools.partial(paged_attention, implementation=implementation),
+        mesh=mesh,
+        in_specs=(Spec(None, None, "tp"), Spec(None, "tp"), Spec(None, "tp"), Spec(), Spec()),
+        out_specs=Spec(None, None, "tp"),
+    )
+    text = jax.jit(f).trace(*arguments(16, 32, 8, 128, E4M3)).lower(lowering_platforms=("cuda",)).as_text()
+    assert TARGETS[implementation] in text
