@@ -63,7 +63,7 @@ def _merge(acc: Any, highest: Any, total: Any, v_scale: Any, out: Any, *, group:
     out[b, row // group, head * group + row % group, :] = merged.astype(out.dtype)
 
 
-def combine_jnp(acc: jax.Array, highest: jax.Array, total: jax.Array, args: Arguments) -> Float[Array, "B T N H"]:
+def combine_jnp(acc: jax.Array, highest: jax.Array, total: jax.Array, *, args: Arguments) -> Float[Array, "B T N H"]:
     """``combine`` in plain jnp, for implementations that share nothing with Triton."""
     B, T, N, H = args.q.shape
     used = total > 0
