@@ -163,19 +163,39 @@ class LLM:
         if not messages:
             raise RequestError("messages is empty; give at least one message.")
         conversations: Seq[Any] = [messages] if isinstance(messages[0], Mapping) else messages
-        tokenizer = self._need_tokenizer("messages")
         prompts = [
-            TokensPrompt(
-                prompt_token_ids=tokenizer.chat(
-                    conversation,
-                    chat_template=chat_template,
-                    add_generation_prompt=add_generation_prompt,
-                    options=chat_template_kwargs,
-                )
+            self.chat_prompt(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                chat_template_kwargs=chat_template_kwargs,
             )
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompt(
+        self,
+        messages: Seq[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> TokensPrompt:
+        """The prompt that a conversation becomes, for `generate` or `stream`.
+
+        Raises:
+            RequestError: the model has no tokenizer or no chat template, or the template refuses the messages.
+        """
+        if self.tokenizer is None:
+            raise RequestError("a chat needs a tokenizer and the model folder has none; use generate() with token ids.")
+        token_ids = self.tokenizer.chat(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            options=chat_template_kwargs,
+        )
+        return {"prompt_token_ids": token_ids}
 
     def _requests(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
@@ -221,11 +241,6 @@ class LLM:
         for changed in self.engine.run([sequence for request in requests for sequence in request.sequences]):
             for request in {owner[id(sequence)]: None for sequence in changed}:
                 yield request.output()
-
-    def _need_tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError(f"{what} need a tokenizer and the model folder has none; use generate() with token ids.")
-        return self.tokenizer
 
 
 def _read_configs(folder: Path, draft_folder: Path | None) -> tuple[TargetConfig, DraftConfig | None]:

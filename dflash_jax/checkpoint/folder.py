@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
 from dflash_jax.errors import CheckpointError
 
@@ -26,7 +26,7 @@ def resolve_folder(model: str | Path) -> Path:
         raise CheckpointError(f"{model} is not a folder; give a model folder or a Hub id such as 'Qwen/Qwen3-8B'.")
     try:
         return Path(snapshot_download(str(model), allow_patterns=list(WANTED_FILES)))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, HTTPError, OSError) as error:
+    except (HFValidationError, HfHubHTTPError, HTTPError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
             f"{model!r} is not a local folder and could not be fetched from the Hugging Face Hub ({reason}); "

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from dflash_jax.checkpoint.safetensors import TensorInfo, list_tensors
 from dflash_jax.config import DraftConfig, TargetConfig
@@ -34,7 +35,7 @@ MOST_NAMED = 5  # problems spelled out in one error
 
 
 def load_params(
-    folder: Path, config: TargetConfig | DraftConfig, dtype: jnp.dtype, place: Placement = lambda axes, shape: None
+    folder: Path, config: TargetConfig | DraftConfig, dtype: DTypeLike, place: Placement = lambda axes, shape: None
 ) -> Params:
     """Load a model's parameters.
 

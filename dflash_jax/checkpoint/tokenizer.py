@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer
 
 from dflash_jax.errors import CheckpointError, RequestError
 
@@ -16,12 +16,27 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 PROMPT_TAIL = 8  # prompt tokens that a decoder is primed with, so that a first space is kept
 
 
+def auto_tokenizer() -> Any:
+    """Transformers' AutoTokenizer, imported without its remark that torch is absent: that is on purpose."""
+    logger = logging.getLogger("transformers")
+
+    def is_no_remark(record: logging.LogRecord) -> bool:
+        return "PyTorch" not in record.getMessage()
+
+    logger.addFilter(is_no_remark)
+    try:
+        from transformers import AutoTokenizer
+    finally:
+        logger.removeFilter(is_no_remark)
+    return AutoTokenizer
+
+
 class Tokenizer:
     """The tokenizer of a folder. No code comes from the folder; chat templates run in jinja's sandbox."""
 
     def __init__(self, folder: Path):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            tokenizer = auto_tokenizer().from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError, ImportError, json.JSONDecodeError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise CheckpointError(
