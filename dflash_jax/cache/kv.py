@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import LayerMask
@@ -29,7 +30,7 @@ class DenseKVCache:
     def zeros(
         num_layers: int,
         shape: tuple[int, int, int, int],
-        dtype: jnp.dtype,
+        dtype: DTypeLike,
         sharding: jax.sharding.Sharding | None = None,
     ) -> DenseKVCache:
         """An empty cache of arrays of shape [B, S, K, H]."""
@@ -77,7 +78,7 @@ class DenseKVCache:
         return out.reshape(B, T, N, H)
 
 
-def _narrow(x: Array, dtype: jnp.dtype) -> Array:
+def _narrow(x: Array, dtype: DTypeLike) -> Array:
     """Cast to the cache's dtype without leaving its range."""
     if jnp.finfo(dtype).bits < jnp.finfo(x.dtype).bits:
         limit = float(jnp.finfo(dtype).max)

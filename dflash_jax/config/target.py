@@ -10,6 +10,7 @@ from dflash_jax.config.model import LayerMask, RopeConfig, TargetConfig
 from dflash_jax.core import is_int
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
+DEFAULT_WINDOW = 4096  # of Qwen3, where use_sliding_window is set and sliding_window absent
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
@@ -27,7 +28,10 @@ def target_config(raw: Mapping[str, Any], where: str = "config.json") -> TargetC
     architecture = architecture_of(fields, ARCHITECTURES)
     qwen3 = architecture == "Qwen3ForCausalLM"
     eos = fields.get("eos_token_id", ())
-    window_fields = fields if qwen3 else Fields({}, where)  # Llama has no windows, whatever its config says
+    window_fields = Fields({}, where)  # Llama has no windows, whatever its config says
+    if qwen3:
+        default_window = DEFAULT_WINDOW if fields.get("use_sliding_window") else None
+        window_fields = Fields({"sliding_window": default_window, **raw}, where)
     return TargetConfig(
         **decoder_fields(fields, qk_norm=qwen3, default_head_dim=128 if qwen3 else None),
         layers=tuple(
@@ -81,8 +85,12 @@ def decoder_fields(fields: Fields, *, qk_norm: bool, default_head_dim: int | Non
 
 
 def _rope(fields: Fields) -> RopeConfig:
-    """Either spelling: `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
-    name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+    """Either spelling: `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
+
+    Where a file says a thing twice, the one that transformers uses wins: `rope_scaling` over `rope_parameters`,
+    `original_max_position_embeddings` beside them over the one inside.
+    """
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     scaling = fields.sub(name)
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type not in ROPE_TYPES:
@@ -91,7 +99,7 @@ def _rope(fields: Fields) -> RopeConfig:
     if partial != 1.0:
         raise scaling.error(f"partial_rotary_factor={partial} is not supported; supported is 1.0.")
     theta = Fields({"rope_theta": scaling.get("rope_theta", fields.get("rope_theta"))}, fields.where)
-    original = scaling.get("original_max_position_embeddings", fields.get("original_max_position_embeddings"))
+    original = fields.get("original_max_position_embeddings", scaling.get("original_max_position_embeddings"))
     options: dict[str, Any] = {"rope_type": rope_type, "theta": theta.real("rope_theta", 10_000.0)}
     if rope_type in ("yarn", "llama3"):
         max_positions = fields.positive_int("max_position_embeddings")

@@ -50,7 +50,7 @@ def run_round(
     logits = target.logits(hidden)
     emitted_before = slots.emitted[:, None] + jnp.arange(spec.block)
     tokens = sample(logits, positions + 1, emitted_before, slots.sampler, spec.sampling)
-    count = accepted(block[:, 1:], tokens) + 1
+    count = accepted(tokens, block[:, 1:]) + 1
 
     if draft is not None:
         confirmed = jnp.arange(spec.block) < count[:, None]
@@ -112,7 +112,7 @@ def taps(spec: StepSpec) -> tuple[int, ...]:
 
 def draft_block(
     target: TargetModel, draft: DraftModel, slots: Slots, cache: KVCache, block: int
-) -> tuple[Int[Array, "B G-1"], KVCache]:
+) -> tuple[Int[Array, "B {block}-1"], KVCache]:
     """The drafter's tokens for positions n+1..n+G-1, from the anchor and G-1 mask tokens at n..n+G-1."""
     masked = jnp.full((slots.anchor.shape[0], block - 1), draft.config.mask_token_id, jnp.int32)
     embedded = target.embed(jnp.concatenate([slots.anchor[:, None], masked], axis=1))
@@ -121,6 +121,6 @@ def draft_block(
     return draft.tokens(hidden[:, 1:], target.head), cache
 
 
-def accepted(drafts: Int[Array, "B G-1"], tokens: Int[Array, "B G"]) -> Int[Array, " B"]:
+def accepted(tokens: Int[Array, "B G"], drafts: Int[Array, "B G-1"]) -> Int[Array, " B"]:
     """How many drafts the target confirms: the longest prefix in which its own tokens are the drafts."""
     return jnp.cumprod(drafts == tokens[:, :-1], axis=1, dtype=jnp.int32).sum(axis=1)

@@ -7,7 +7,7 @@ writes to and attends over a `KVCache` that it is handed and hands back.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax
@@ -20,6 +20,7 @@ from dflash_jax.config import DecoderConfig, LayerMask, RopeConfig
 from dflash_jax.models.tables import attention_table, declare, mlp_table, norms_table
 
 
+@runtime_checkable
 class KVCache(Protocol):
     """Keys and values of the layers of one model, for B sequences. Dense today, paged in the engine."""
 
