@@ -1,0 +1,82 @@
+"""Small models for tests: golden pairs, and random ones written as checkpoint folders."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from dflash_jax import LLM, SamplingParams
+from dflash_jax.config import DraftConfig, TargetConfig, draft_config, target_config
+from dflash_jax.models.tables import checkpoint_shape, checkpoint_table
+
+GOLDEN = Path(__file__).parent / "data" / "golden"
+GOLDEN_PAIRS = ("qwen3_full", "qwen3_swa_tied", "llama_full")
+
+TARGET = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+DRAFT = TARGET | {
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 2,
+    "block_size": 6,
+    "num_target_layers": 5,
+    "dflash_config": {"target_layer_ids": [1, 3], "mask_token_id": 60},
+}
+
+
+def random_tensors(config: TargetConfig | DraftConfig, seed: int, scale: float = 0.25) -> dict[str, np.ndarray]:
+    """Random tensors under the names and shapes of the checkpoint, large enough for decided logits."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, axes in checkpoint_table(config).items():
+        shape = checkpoint_shape(axes, config)
+        if name == "d2t":  # every third token of the target's vocabulary
+            tensors[name] = 2 * np.arange(shape[0], dtype=np.int64)
+            continue
+        center = 1.0 if name.endswith("norm.weight") else 0.0
+        tensors[name] = (center + scale * rng.standard_normal(shape)).astype(np.float32)
+    return tensors
+
+
+def write_model(folder: Path, raw: dict, seed: int, scale: float = 0.25) -> Path:
+    """Write a random target or drafter; the tensors follow the raw config's own reading."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    is_draft = raw.get("speculators_model_type") or raw["architectures"][0].startswith("DFlash")
+    config = draft_config(raw, num_target_layers=TARGET["num_hidden_layers"]) if is_draft else target_config(raw)
+    save_file(random_tensors(config, seed, scale), folder / "model.safetensors")
+    return folder
+
+
+def prompt(*token_ids: int) -> dict:
+    return {"prompt_token_ids": list(token_ids)}
+
+
+def golden_llm(name: str, *, drafter: bool = True, **options) -> LLM:
+    folder = GOLDEN / name
+    return LLM(folder / "target", draft_model=folder / "draft" if drafter else None, dtype="float32", **options)
+
+
+def golden_cases(name: str) -> list[dict]:
+    return json.loads((GOLDEN / name / "cases.json").read_text())["prompts"]
+
+
+def greedy(max_tokens: int, **options) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **options)
+
+
+def tokens_of(outputs) -> list[list[int]]:
+    return [completion.token_ids for output in outputs for completion in output.outputs]
