@@ -1,0 +1,306 @@
+"""Make the reference vectors of `tests/test_parity_vectors.py` with Hugging Face transformers.
+
+    pip install -e .[test,parity]
+    python scripts/make_parity_vectors.py            # writes tests/data/parity/<case>/
+
+Each case is a small random model in `target/`, with a `config.json` as a publisher would write it, and in
+`cases.safetensors` what transformers computes from that folder in float32 with eager attention: `input_ids`
+[B, T], `logits` [B, T, V], `hidden_states` [L, B, T, D] (the residual output of every decoder layer, before the
+last norm). Everything is seeded: a second run on the same machine writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+OUTPUT = Path(__file__).parents[1] / "tests" / "data" / "parity"
+BATCH, LENGTH = 2, 20  # longer than every window below
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 83,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "eos_token_id": 1,
+}
+LLAMA = {
+    **{name: value for name, value in QWEN3.items() if name not in ("head_dim", "attention_bias")},
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+}
+
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3_gqa_wide_heads": {**QWEN3, "head_dim": 32, "rope_theta": 1_000_000.0, "rope_scaling": None},
+    "qwen3_mha_tied_bias": {
+        **QWEN3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "vocab_size": 89,
+        "rms_norm_eps": 1e-3,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "qwen3_mqa_yarn": {
+        **QWEN3,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "rope_theta": 10_000.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    },
+    "qwen3_yarn_without_original": {
+        **QWEN3,
+        "rope_parameters": {"rope_type": "yarn", "factor": 3.0, "rope_theta": 1000.0},
+    },
+    "qwen3_yarn_original_twice": {
+        **QWEN3,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 1000.0,
+        "rope_scaling": {"type": "yarn", "factor": None, "original_max_position_embeddings": 256},
+    },
+    "llama_yarn_attention_factor": {
+        **LLAMA,
+        "head_dim": 24,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "attention_factor": 1.5,
+            "beta_fast": 12.0,
+            "beta_slow": 0.5,
+        },
+    },
+    "llama_yarn_mscale_untruncated": {
+        **LLAMA,
+        "head_dim": 32,
+        "rope_theta": 10_000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 2.0,
+            "mscale_all_dim": 0.5,
+            "truncate": False,
+        },
+    },
+    "qwen3_linear_both_spellings": {
+        **QWEN3,
+        "rope_theta": 2000.0,
+        "rope_scaling": {"type": "linear", "factor": 2.5},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "qwen3_layer_types": {
+        **QWEN3,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+    "qwen3_max_window_layers": {
+        **QWEN3,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        "rope_theta": 10_000.0,
+    },
+    "qwen3_all_sliding_sharded": {
+        **QWEN3,
+        "num_key_value_heads": 1,
+        "use_sliding_window": True,
+        "sliding_window": 2,
+        "max_window_layers": 0,
+        "rope_theta": 10_000.0,
+    },
+    "qwen3_window_switched_off": {
+        **QWEN3,
+        "use_sliding_window": False,
+        "sliding_window": 3,
+        "max_window_layers": 0,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "linear", "factor": 1.5, "rope_theta": 10_000.0},
+    },
+    "llama_biases": {
+        **LLAMA,
+        "head_dim": 6,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_theta": 10_000.0,
+        "rms_norm_eps": 1e-2,
+    },
+    "llama_defaults_tied": {
+        **{name: value for name, value in LLAMA.items() if name != "num_key_value_heads"},
+        "vocab_size": 67,
+        "tie_word_embeddings": True,
+    },
+    "llama_llama3_old_spelling": {
+        **LLAMA,
+        "head_dim": 32,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "llama_llama3_mqa": {
+        **LLAMA,
+        "num_key_value_heads": 1,
+        "sliding_window": 3,  # Llama has no windows: this must change nothing
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "low_freq_factor": 2.0,
+            "high_freq_factor": 5.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
+}
+FLOAT32_CASES = ("llama_biases",)  # the others are stored in bfloat16
+SHARDED_CASES = ("qwen3_all_sliding_sharded",)
+
+
+def random_weights(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Weights that make every tensor matter: logits of order 1 to 10, no norm at one, no bias at zero."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, tensor in sorted(model.state_dict().items()):
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        shape = tuple(tensor.shape)
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            values = rng.uniform(0.7, 1.9, shape)
+        elif name.endswith("norm.weight"):
+            values = rng.uniform(0.5, 1.5, shape)
+        elif name.endswith(".bias"):
+            values = 0.3 * rng.standard_normal(shape)
+        elif name == "model.embed_tokens.weight":
+            values = rng.standard_normal(shape) * (0.3 if config.tie_word_embeddings else 1.0)
+        else:
+            values = 1.5 * rng.standard_normal(shape) / shape[-1] ** 0.5
+        weights[name] = torch.from_numpy(values.astype(np.float32)).to(dtype)
+    return weights
+
+
+def write_weights(folder: Path, weights: dict[str, torch.Tensor], *, sharded: bool = False) -> None:
+    """One file, or two and their index."""
+    if not sharded:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = sorted(weights)
+    files = {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: weights[name] for name in part}, folder / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(part, file)
+    total = sum(weight.numel() * weight.element_size() for weight in weights.values())
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": files})
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_model(
+    folder: Path, raw: dict[str, Any], seed: int, *, dtype: torch.dtype = torch.bfloat16, sharded: bool = False
+) -> None:
+    """A checkpoint folder with exactly this `config.json` and random weights."""
+    write_json(folder / "config.json", raw)
+    write_weights(folder, random_weights(AutoConfig.from_pretrained(folder), seed, dtype), sharded=sharded)
+
+
+def load_model(folder: Path) -> PreTrainedModel:
+    """The folder as transformers reads it, in float32 with eager attention; every tensor must have been used."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    problems = {kind: sorted(names) for kind, names in info.items() if names}
+    if problems:
+        raise RuntimeError(f"{folder}: transformers did not load this checkpoint cleanly: {problems}")
+    return model.eval()
+
+
+@torch.no_grad()
+def outputs(model: PreTrainedModel, input_ids: np.ndarray) -> dict[str, np.ndarray]:
+    """`logits` [B, T, V] and `hidden_states` [L, B, T, D] of a float32 model.
+
+    The hidden states come from hooks: transformers replaces the last of its own by the normed one.
+    """
+    layers: list[np.ndarray] = []
+    hooks = [
+        layer.register_forward_hook(lambda _module, _inputs, output: layers.append(output.numpy().copy()))
+        for layer in model.model.layers
+    ]
+    try:
+        logits = model(input_ids=torch.from_numpy(input_ids).long(), use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {"logits": logits.numpy(), "hidden_states": np.stack(layers)}
+
+
+def random_ids(vocab_size: int, seed: int, shape: tuple[int, int] = (BATCH, LENGTH)) -> np.ndarray:
+    return np.random.default_rng(seed + 1).integers(0, vocab_size, shape, dtype=np.int32)
+
+
+def make_case(folder: Path, name: str) -> None:
+    """Write one case, replacing what is there."""
+    raw, seed = CASES[name], zlib.crc32(name.encode())
+    shutil.rmtree(folder, ignore_errors=True)
+    target = folder / "target"
+    target.mkdir(parents=True)
+    dtype = torch.float32 if name in FLOAT32_CASES else torch.bfloat16
+    write_model(target, raw, seed, dtype=dtype, sharded=name in SHARDED_CASES)
+    input_ids = random_ids(raw["vocab_size"], seed)
+    found = outputs(load_model(target), input_ids)
+    tensors = {"input_ids": input_ids, **found}
+    save_file({key: torch.from_numpy(value) for key, value in tensors.items()}, folder / "cases.safetensors")
+    size = sum(path.stat().st_size for path in folder.rglob("*.*"))
+    print(f"{name}: largest logit {np.abs(found['logits']).max():.1f}, {size / 1024:.0f} KiB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the cases")
+    parser.add_argument("names", nargs="*", help=f"cases to make (default: all of {', '.join(CASES)})")
+    arguments = parser.parse_args()
+    unknown = sorted(set(arguments.names) - set(CASES))
+    if unknown:
+        parser.error(f"there is no case {unknown[0]!r}; the cases are {', '.join(CASES)}.")
+    disable_progress_bar()
+    torch.set_num_threads(1)  # the order of sums, and so the last bits, must not depend on the machine's cores
+    for name in arguments.names or CASES:
+        make_case(arguments.output / name, name)
+
+
+if __name__ == "__main__":
+    main()
