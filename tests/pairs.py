@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.config import DraftConfig, TargetConfig, draft_config, target_config
@@ -80,3 +82,25 @@ def greedy(max_tokens: int, **options) -> SamplingParams:
 
 def tokens_of(outputs) -> list[list[int]]:
     return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+EOS, MASK = 256, 257  # of the byte tokenizer
+BYTE_VOCABULARY = 258
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if not m.role %}{{ raise_exception('no role') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<{{ name or 'assistant' }}>{% endif %}"
+)
+
+
+def write_byte_tokenizer(folder: Path) -> Path:
+    """A tokenizer whose tokens are bytes, so that characters may span several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<|mask|>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(options))
+    return folder
