@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from itertools import pairwise
 
 import jax
 import numpy as np
@@ -97,7 +98,7 @@ def test_stream_grows_into_the_list(golden):
     for outputs in seen.values():
         assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
         tokens = [o.outputs[0].token_ids for o in outputs]
-        assert all(later[: len(earlier)] == earlier for earlier, later in zip(tokens, tokens[1:], strict=False))
+        assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(tokens))
         assert len(tokens[0]) == 1  # the prefill's token is not held back for a round
 
 

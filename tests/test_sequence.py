@@ -96,7 +96,7 @@ def test_rounds_never_change_the_text(tokenizer, text, stops, cuts, keep):
     ends = [(at + len(stop), at, stop) for at, stop in found]
     expected, reason = text, "length"
     if ends:
-        end, at, stop = min(ends)
+        _, at, stop = min(ends)
         expected, reason = text[: at + len(stop) if keep else at], "stop"
     running = sequence(tokenizer, stop=stops, max_new_tokens=len(tokens), include_stop_str_in_output=keep)
     places = cuts.draw(st.lists(st.integers(0, len(tokens)), max_size=6))
