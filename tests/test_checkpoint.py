@@ -106,6 +106,15 @@ def test_sharded_with_index(tmp_path):
         load_params(tmp_path, CONFIG, jnp.float32)
 
 
+def test_one_file_of_the_usual_name_is_preferred(tmp_path):
+    write_model(tmp_path, TARGET, 0)
+    save_file({"copy": np.zeros(3, np.float32)}, tmp_path / "consolidated.safetensors")
+    assert set(list_tensors(tmp_path)) == set(checkpoint_table(CONFIG))
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    with pytest.raises(CheckpointError, match=r"consolidated\.safetensors.*'copy'.*surplus"):
+        load_params(tmp_path, CONFIG, jnp.float32)
+
+
 def test_tensors_are_mapped_not_read(tmp_path):
     save_file(random_tensors(CONFIG, 0), tmp_path / "model.safetensors")
     assert isinstance(list_tensors(tmp_path)[UP].load(), np.memmap)

@@ -20,6 +20,7 @@ import numpy as np
 from dflash_jax.config import read_json
 from dflash_jax.errors import CheckpointError
 
+SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -59,7 +60,7 @@ class TensorInfo:
 
 
 def list_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a model folder, from one file, the files of an index, or all files there are.
+    """Every tensor of a model folder: of the files of its index, of `model.safetensors`, or of all files.
 
     Raises:
         CheckpointError: no weights, a file that the index names is absent, a file is truncated or corrupt, or
@@ -79,7 +80,8 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_NAME
     if not index.exists():
-        files = sorted(folder.glob("*.safetensors"))
+        single = folder / SINGLE_NAME
+        files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
         if not files:
             raise CheckpointError(f"{folder} holds no *.safetensors file; give a folder that holds the weights.")
         return files
