@@ -97,6 +97,13 @@ def smem_load(ref: Any, layout: Any) -> jax.Array:
     return plgpu.load(ref, *([()] if _OLD else []), layout=layout)
 
 
+def tiling(tiles: tuple[tuple[int, ...], ...]) -> Any:
+    """The tiling expression of a register layout (Mosaic GPU), which Pallas takes but does not export."""
+    from jax.experimental.mosaic.gpu import fragmented_array
+
+    return fragmented_array.Tiling(tiles)
+
+
 @functools.cache
 def compute_capability() -> tuple[int, int] | None:
     """Compute capability of the default device, or None where it is no NVIDIA GPU."""

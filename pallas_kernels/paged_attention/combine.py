@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
@@ -63,13 +62,22 @@ def _merge(acc: Any, highest: Any, total: Any, v_scale: Any, out: Any, *, group:
     out[b, row // group, head * group + row % group, :] = merged.astype(out.dtype)
 
 
-def combine_jnp(acc: jax.Array, highest: jax.Array, total: jax.Array, *, args: Arguments) -> Float[Array, "B T N H"]:
-    """``combine`` in plain jnp, for implementations that share nothing with Triton."""
+def combine_jnp(
+    acc: Float[Array, "B K splits R H"],
+    highest: Float[Array, "B K splits R"],
+    total: Float[Array, "B K splits R"],
+    *,
+    args: Arguments,
+) -> Float[Array, "B T N H"]:
+    """``combine`` in plain jnp, of sums whose rows past ``q_length`` hold anything; they come back as zeros."""
     B, T, N, H = args.q.shape
-    used = total > 0
+    rows = T * args.group
+    acc, highest, total = acc[:, :, :, :rows], highest[:, :, :, :rows], total[:, :, :, :rows]
+    exists = jnp.arange(rows, dtype=jnp.int32)[None] // args.group < args.q_length[:, None]
+    used = (total > 0) & exists[:, None, None]
     weights = jnp.where(used, jnp.exp2(highest - highest.max(2, keepdims=True)), 0.0)
     denominator = (weights * total).sum(2)
     factor = args.v_scale[None, :, None] / jnp.where(denominator > 0, denominator, 1.0)
     merged = (jnp.where(used[..., None], acc, 0.0) * weights[..., None]).sum(2) * factor[..., None]
-    merged = merged[:, :, : T * args.group].reshape(B, args.kv_heads, T, args.group, H)
+    merged = merged.reshape(B, args.kv_heads, T, args.group, H)
     return jnp.swapaxes(merged, 1, 2).reshape(B, T, N, H).astype(args.q.dtype)

@@ -1,0 +1,179 @@
+"""``python -m pallas_kernels.paged_attention.bench``: microseconds and bytes a second of every implementation.
+
+Contexts, batches and blocks of two models' attention layers; see BENCH.md for results and the command behind them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+from pallas_kernels import timing
+from pallas_kernels.paged_attention.arguments import checked
+from pallas_kernels.paged_attention.reference import paged_attention as oracle
+
+MODELS = {"qwen3-8b": (32, 8, 128), "qwen3.5-full": (32, 2, 256)}  # N, K, H of one attention layer
+DTYPES = {"bf16": jnp.bfloat16, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+PAGE = 64
+TABLES = 4  # different page tables in one program
+POOL = 1 << 30  # bytes of keys of the smallest pool: far more than L2 holds
+MOST = 24 << 30  # bytes of keys of the largest
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row of the benchmark."""
+
+    model: str
+    batch: int
+    tokens: int
+    context: int
+    dtype: str
+    mask: Any
+    implementation: Any
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that one call must read."""
+        _, K, H = MODELS[self.model]
+        return 2 * self.batch * self.length * K * H * jnp.dtype(DTYPES[self.dtype]).itemsize
+
+    @property
+    def length(self) -> int:
+        return self.context - 17  # the last page is not full
+
+    @property
+    def data(self) -> Case:
+        """What decides the operands: cases that differ in the implementation or the mask share them."""
+        return dataclasses.replace(self, implementation="", mask="")
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool: all tables' if they fit; never between 2 and 4 GiB, where Triton refuses 8-bit pools."""
+        _, K, H = MODELS[self.model]
+        page = K * PAGE * H * jnp.dtype(DTYPES[self.dtype]).itemsize
+        one = self.batch * (self.context // PAGE)
+        wanted = min(max(one, POOL // page), max(one, MOST // page))
+        gib = wanted * page / (1 << 30)
+        return wanted if not 2 < gib <= 4 else max(one, (4 << 30) // page + 1)
+
+
+@functools.lru_cache(maxsize=1)
+def operands(data: Case) -> tuple[Any, ...]:
+    """Random queries and pools, and ``TABLES`` permutations of the pool's pages as page tables."""
+    N, K, H = MODELS[data.model]
+    rng = np.random.default_rng(0)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return jax.random.normal(key, shape, jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def pool(key: jax.Array, pages: int) -> jax.Array:  # a slice at a time: the random bits of 24 GiB need not fit
+        keys = jax.random.split(key, 16)
+        part = (-(-pages // 16), K, PAGE, H)
+        make = lambda key: jax.random.normal(key, part, jnp.bfloat16).astype(DTYPES[data.dtype])  # noqa: E731
+        return jax.lax.map(make, keys).reshape(-1, K, PAGE, H)
+
+    M = data.context // PAGE
+    k_pages, v_pages = (pool(jax.random.key(i), data.pages) for i in (1, 2))
+    tables = [rng.permutation(k_pages.shape[0])[: data.batch * M].reshape(data.batch, M) for _ in range(TABLES)]
+    q = normal(jax.random.key(0), (data.batch, data.tokens, N, H))
+    lengths = jnp.full((data.batch,), data.length, jnp.int32)
+    return q, k_pages, v_pages, [jnp.asarray(t, jnp.int32) for t in tables], lengths
+
+
+def program(case: Case) -> Any:
+    """``TABLES`` calls in one program, as a model's layers would follow each other."""
+    attend = functools.partial(pallas_kernels.paged_attention, mask=case.mask, implementation=case.implementation)
+    return jax.jit(lambda q, k, v, tables, lengths: [attend(q, k, v, t, lengths) for t in tables])
+
+
+def shapes(case: Case) -> tuple[Any, ...]:
+    N, K, H = MODELS[case.model]
+    struct = jax.ShapeDtypeStruct
+    pool = struct((-(-case.pages // 16) * 16, K, PAGE, H), DTYPES[case.dtype])
+    table = struct((case.batch, case.context // PAGE), jnp.int32)
+    q = struct((case.batch, case.tokens, N, H), jnp.bfloat16)
+    return q, pool, pool, [table] * TABLES, struct((case.batch,), jnp.int32)
+
+
+def error(case: Case, found: jax.Array) -> float:
+    """Relative error of the first sequence against the oracle, in float32."""
+    q, k_pages, v_pages, tables, lengths = operands(case.data)
+    options: dict[str, Any] = {
+        "mask": case.mask,
+        "window": None,
+        "scale": None,
+        "k_scale": 1.0,
+        "v_scale": 1.0,
+        "valid_from": None,
+    }
+    # the pages of one sequence only, renumbered: the oracle's float32 copy of a whole pool would not fit
+    own = tables[0][0]
+    order = jnp.arange(own.size, dtype=jnp.int32)[None]
+    arguments = checked(q[:1].astype(jnp.float32), k_pages[own], v_pages[own], order, lengths[:1], None, **options)
+    expected = jax.jit(lambda: oracle(arguments))()
+    difference = jnp.linalg.norm(found[0].astype(jnp.float32) - expected[0])
+    return float(difference / jnp.linalg.norm(expected))
+
+
+def measure(case: Case, compiled: Any, copy: float) -> dict[str, Any]:
+    """One row: the case, its time, and its bytes a second beside the device's copy bandwidth."""
+    row = dataclasses.asdict(case)
+    arguments = operands(case.data)
+    off = error(case, compiled(*arguments)[0])
+    time = timing.seconds(compiled, arguments, TABLES)
+    rate = case.kv_bytes / time
+    return row | {
+        "us": round(time * 1e6, 1),
+        "GB/s": round(rate / 1e9),
+        "of copy": round(rate / copy, 2),
+        "error": float(f"{off:.1e}"),
+    }
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    every = itertools.product(args.models, args.batches, args.tokens, args.contexts, args.dtypes, args.masks)
+    named = [Case(m, b, t, c, d, mask, i) for m, b, t, c, d, mask in every for i in args.implementations]
+    largest = lambda case: 2 * case.batch * case.context * MODELS[case.model][1] * MODELS[case.model][2]  # noqa: E731
+    return [c for c in named if largest(c) <= MOST and not (c.mask == "block" and c.tokens == 1)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    listed: Any = {"nargs": "+"}
+    parser.add_argument("--models", **listed, default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--batches", **listed, type=int, default=[1, 8, 64])
+    parser.add_argument("--tokens", **listed, type=int, default=[1, 8, 16])
+    parser.add_argument("--contexts", **listed, type=int, default=[1 << 10, 1 << 13, 1 << 15, 1 << 17])
+    parser.add_argument("--dtypes", **listed, default=["bf16", "e4m3"], choices=list(DTYPES))
+    parser.add_argument("--masks", **listed, default=["causal"], choices=["causal", "block"])
+    parser.add_argument("--implementations", **listed, default=["triton", "mosaic"])
+    parser.add_argument("--json", default="paged_attention.json", help="where the rows go")
+    args = parser.parse_args()
+
+    chosen = cases(args)
+    compiled = timing.compile_all({c: functools.partial(lambda c: program(c).lower(*shapes(c)), c) for c in chosen})
+    copy = timing.copy_bandwidth()
+    rows = []
+    for case in chosen:
+        if isinstance(compiled[case], str):
+            print(f"{case}: {compiled[case]}", flush=True)
+            continue
+        rows.append(measure(case, compiled.pop(case), copy))
+        print(" ".join(f"{v}" for v in rows[-1].values()), flush=True)
+    timing.save(args.json, rows, copy_bandwidth=round(copy / 1e9))
+    print(f"\ncopy bandwidth {copy / 1e12:.2f} TB/s\n{timing.table(rows)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""The Mosaic GPU kernel of paged attention: what each warpgroup of a CTA does (see ``mosaic`` for the whole)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _compat
+from pallas_kernels.paged_attention.rows import ROWS
+
+_LOWEST = -1e30  # start of a running maximum: finite, so that no difference of two maxima is inf - inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a call is cut up: splits of the keys, consumer warpgroups of a CTA, pages in flight.
+
+    Each consumer has its own ``stages`` pages of the TMA ring and, over fp8 pages, ``wide`` slots of converted values.
+    """
+
+    splits: int
+    consumers: int
+    stages: int
+    wide: int
+    ahead: bool = True
+    held: bool = False
+
+
+_Sums = tuple[jax.Array, jax.Array, jax.Array]  # weighted values, running maximum, sum of the weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The pages of a CTA, ``count`` of them from ``first``, and the bounds of its rows (traced scalars)."""
+
+    first: Any
+    count: Any
+    edges: list[Any]
+    config: Config
+
+    def slot(self, i: Any, each: int) -> tuple[Any, Any]:
+        """The slot of page i in a ring of ``each`` slots a consumer, and how often it was used before.
+
+        A consumer has slots of its own, since who awaits a barrier must await every use of it.
+        """
+        consumer, j = lax.rem(i, self.config.consumers), lax.div(i, self.config.consumers)
+        return consumer * each + lax.rem(j, each), lax.div(j, each)
+
+    def seen(self, i: Any, S: int) -> Any:
+        """Whether some row sees every key of page i; else its values may be NaN in places."""
+        page = self.first + i
+        return (page * S >= self.edges[0]) & ((page + 1) * S <= self.edges[1])
+
+
+def attend(
+    block_bounds: Any, row_bounds: Any, page_table: Any, factor: Any, q: Any, k_pages: Any, v_pages: Any,
+    acc: Any, highest: Any, total: Any, *, config: Config, out_rows: int, **s: Any,
+) -> None:  # fmt: skip
+    """One CTA; ``s`` is its scratch."""
+    split, head, block, b, me = (lax.axis_index(n) for n in ("split", "head", "block", "b", "warpgroup"))
+    S = k_pages.shape[2]
+    edges = [block_bounds[b, block, i] for i in range(4)]
+    begin, end = edges[0] // S, pl.cdiv(edges[1], S)
+    each = pl.cdiv(jnp.maximum(end - begin, 0), config.splits)
+    first = begin + split * each
+    work = Work(first, jnp.maximum(jnp.minimum(each, end - first), 0), edges, config)
+    place = (b, head, split, block)
+    outputs = [acc.at[place], highest.at[place], total.at[place]]
+    consumer, converter, producer = _registers(config)
+
+    @pl.when(me < config.consumers)
+    def _():
+        plgpu.set_max_registers(consumer, action="increase")
+
+        @pl.when(work.count > 0)
+        def _():
+            plgpu.barrier_wait(s["q_full"])
+            _merge(_consume(work, me, s), me, config, out_rows, outputs, s)
+
+        @pl.when((work.count == 0) & (me == 0))
+        def _():  # the values of an empty split stay unwritten: its total of 0 says so
+            nothing = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+            _write_sums(nothing, nothing, outputs, s)
+
+    def convert() -> None:
+        plgpu.set_max_registers(converter, action="decrease")
+        _convert(work, s)
+
+    if config.wide:
+        pl.when(me == config.consumers)(convert)
+
+    @pl.when(me == config.consumers + min(config.wide, 1))
+    def _():
+        plgpu.set_max_registers(producer, action="decrease")
+
+        @pl.when(work.count > 0)
+        def _():
+            for term in range(q.shape[3]):
+                plgpu.copy_gmem_to_smem(q.at[b, head, block, term], s["q_s"].at[term], s["q_full"])
+            plgpu.copy_gmem_to_smem(row_bounds.at[b, block], s["bounds_s"], s["q_full"])
+            plgpu.copy_gmem_to_smem(factor.at[b, head, block], s["factor_s"], s["q_full"])
+            _produce(work, page_table.at[b], k_pages, v_pages, head, s)
+
+
+def _registers(config: Config) -> tuple[int, int, int]:
+    """Registers of a thread of consumers, converter and producer; together at most what the CTA is launched with."""
+    return {(1, 0): (232, 0, 40), (2, 0): (232, 0, 40), (1, 1): (232, 128, 40), (2, 1): (208, 64, 24)}[
+        config.consumers, min(config.wide, 1)
+    ]
+
+
+def _produce(work: Work, page_table: Any, k_pages: Any, v_pages: Any, head: Any, s: dict[str, Any]) -> None:
+    """The producer: page after page into the ring, as slots come free."""
+    last = work.first + work.count - 1
+
+    def step(i: Any, page: Any) -> Any:
+        slot, turn = work.slot(i, work.config.stages)
+        following = page_table[jnp.minimum(work.first + i + 1, last)]  # asked for early: a read takes long
+        for x, pages in (("k", k_pages), ("v", v_pages)):
+
+            @pl.when(turn > 0)
+            def _(x: str = x) -> None:
+                plgpu.barrier_wait(s[f"{x}_empty"].at[slot])
+
+            plgpu.copy_gmem_to_smem(pages.at[page, head], s[f"{x}_s"].at[slot], s[f"{x}_full"].at[slot])
+        return following
+
+    lax.fori_loop(0, work.count, step, page_table[work.first])
+
+
+def _convert(work: Work, s: dict[str, Any]) -> None:
+    """The converter: the values of every page, as float16, into slots of their consumer."""
+
+    def step(i: Any, nothing: None) -> None:
+        slot = work.slot(i, work.config.stages)[0]
+        target, turn = work.slot(i, work.config.wide)
+        plgpu.barrier_wait(s["v_full"].at[slot])
+        values = _compat.smem_load(s["v_s"].at[slot], _copy_layout(s["v_s"].shape[-1]))
+        plgpu.barrier_arrive(s["v_empty"].at[slot])
+        values = values.astype(s["wide_s"].dtype)
+
+        @pl.when(turn > 0)
+        def _():
+            plgpu.barrier_wait(s["wide_empty"].at[target])
+
+        _store_seen(values, s["wide_s"].at[target], i, work)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(s["wide_full"].at[target])
+
+    lax.fori_loop(0, work.count, step, None)
+
+
+def _store_seen(values: jax.Array, target: Any, i: Any, work: Work) -> None:
+    """Stores the values of page i, those that no row sees as zeros: they may be NaN, and 0 * NaN is NaN."""
+    S, H = values.shape
+    seen = work.seen(i, S)
+
+    @pl.when(seen)
+    def _():
+        target[...] = values
+
+    @pl.when(jnp.logical_not(seen))
+    def _():
+        position = plgpu.broadcasted_iota(jnp.int32, (S, H), 0, layout=_copy_layout(H)) + (work.first + i) * S
+        inside = (position >= work.edges[0]) & (position < work.edges[1])
+        target[...] = jnp.where(inside, values, jnp.zeros_like(values))
+
+
+def _copy_layout(H: int) -> Any:
+    """Registers for copying a page: 8 neighbouring elements a lane, so that neither side of it meets bank conflicts."""
+    lanes = min(H // 8, 16)
+    tile = (32 // lanes, lanes * 8)
+    tiling = _compat.tiling(((4 * tile[0], tile[1]), tile, (8,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def _consume(work: Work, me: Any, s: dict[str, Any]) -> _Sums:
+    """A consumer: the online softmax over its pages, every ``consumers``-th of the CTA's.
+
+    Only pages at the ends of the rows' intervals are masked, so the loop comes in parts. The products with the next
+    page's keys are under way while this page's softmax is computed; the last page has no next, and comes apart.
+    """
+    config, (S, H) = work.config, s["k_s"].shape[1:]
+    column = plgpu.Layout.WGMMA.reduce(1)
+    each = config.consumers
+    row_low, row_high = (_compat.smem_load(s["bounds_s"].at[i], column) for i in range(2))
+    factor = _compat.smem_load(s["factor_s"], column)
+    queries = [s["q_s"].at[term] for term in range(s["q_s"].shape[0])]
+    if config.held:
+        layout = plgpu.Layout.WGMMA_8BIT if config.wide else plgpu.Layout.WGMMA
+        queries = [_compat.smem_load(q, layout) for q in queries]
+
+    def multiply(ref: Any, j: Any) -> None:
+        slot = work.slot(j * each + me, config.stages)[0]
+        plgpu.barrier_wait(s["k_full"].at[slot])
+        for q in queries:
+            plgpu.wgmma(ref, q, _compat.smem_transpose(s["k_s"].at[slot]))
+
+    def products(j: Any, meanwhile: Any = lambda: None) -> tuple[jax.Array, Any]:
+        """Scores of the consumer's page j; what ``meanwhile`` returns is computed while the tensor cores work."""
+
+        def run(ref: Any) -> Any:
+            multiply(ref, j)
+            other = meanwhile()
+            return ref[...], other
+
+        scores, other = pl.run_scoped(run, plgpu.ACC((ROWS, S), jnp.float32))
+        plgpu.barrier_arrive(s["k_empty"].at[work.slot(j * each + me, config.stages)[0]])
+        return scores, other
+
+    def add(j: Any, scores: jax.Array, sums: _Sums, masked: bool) -> _Sums:
+        acc, highest, total = sums
+        i = j * each + me
+        if masked:
+            position = plgpu.broadcasted_iota(jnp.int32, (ROWS, S), 1, layout=plgpu.Layout.WGMMA) + (work.first + i) * S
+            seen = (position >= _across(row_low, S)) & (position < _across(row_high, S))
+            scores = jnp.where(seen, scores, -jnp.inf)
+        new = jnp.maximum(highest, scores.max(axis=1) * factor)
+        shrink = jnp.exp2(highest - new)
+        weights = jnp.exp2(scores * _across(factor, S) - _across(new, S))
+        total = total * shrink + weights.sum(axis=1)
+        acc = _weighted_values(acc * _across(shrink, H), weights, i, work, s)
+        return acc, new, total
+
+    def step(j: Any, carry: Any, masked: bool) -> Any:
+        scores, sums = carry
+        if config.ahead:
+            return products(j + 1, lambda: add(j, scores, sums, masked))
+        sums = add(j, scores, sums, masked)
+        return products(j + 1)[0], sums
+
+    start = (
+        plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), plgpu.Layout.WGMMA),
+        plgpu.layout_cast(jnp.full((ROWS,), _LOWEST, jnp.float32), column),
+        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), column),
+    )
+    count = _turns(work.count - me, each)
+    last = jnp.maximum(count - 1, 0)
+    plain_from = jnp.minimum(_turns(pl.cdiv(work.edges[2], S) - work.first - me, each), last)
+    plain_to = jnp.clip(_turns(work.edges[3] // S - work.first - me, each), plain_from, last)
+    nothing = plgpu.layout_cast(jnp.zeros((ROWS, S), jnp.float32), plgpu.Layout.WGMMA)
+    scores = lax.fori_loop(0, jnp.minimum(count, 1), lambda j, _: products(j)[0], nothing)
+    carry = (scores, start)
+    for begin, end, masked in ((0, plain_from, True), (plain_from, plain_to, False), (plain_to, last, True)):
+        carry = lax.fori_loop(begin, end, functools.partial(step, masked=masked), carry)
+    scores, sums = carry
+    return lax.fori_loop(last, count, lambda j, sums: add(j, scores, sums, True), sums)
+
+
+def _turns(pages: Any, each: int) -> Any:
+    """How many pages below ``pages`` a consumer has, counting every ``each``-th from 0."""
+    return pl.cdiv(jnp.maximum(pages, 0), each)
+
+
+def _weighted_values(acc: jax.Array, weights: jax.Array, i: Any, work: Work, s: dict[str, Any]) -> jax.Array:
+    """``acc`` plus the weights times the values of page i, which are converted, or as TMA brought them."""
+    name = "wide" if work.config.wide else "v"
+    slot = work.slot(i, work.config.wide or work.config.stages)[0]
+    values = s[f"{name}_s"].at[slot]
+    weights = weights.astype(values.dtype)
+    plgpu.barrier_wait(s[f"{name}_full"].at[slot])
+    if not work.config.wide:
+
+        @pl.when(jnp.logical_not(work.seen(i, values.shape[0])))
+        def _():
+            _store_seen(_compat.smem_load(values, _copy_layout(values.shape[1])), values, i, work)
+            plgpu.commit_smem()
+
+    acc = pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(acc))
+    plgpu.barrier_arrive(s[f"{name}_empty"].at[slot])
+    return acc
+
+
+def _across(x: jax.Array, width: int) -> jax.Array:
+    """A number a row, at every column."""
+    return lax.broadcast_in_dim(x, (ROWS, width), [0])
+
+
+def _merge(
+    sums: _Sums, me: Any, config: Config, out_rows: int,
+    outputs: list[Any], s: dict[str, Any],
+) -> None:  # fmt: skip
+    """Merges the consumers' sums and writes those of the CTA: all rows of highest and total, ``out_rows`` of acc."""
+    acc, highest, total = sums
+    column = plgpu.Layout.WGMMA.reduce(1)
+
+    @pl.when(me > 0)
+    def _():
+        s["acc_s"][...] = acc
+        s["sums_s"][0] = highest
+        s["sums_s"][1] = total
+        plgpu.barrier_arrive(s["done"])
+
+    @pl.when(me == 0)
+    def _():
+        merged, top, whole = acc, highest, total
+        if config.consumers > 1:
+            plgpu.barrier_wait(s["done"])
+            other_acc = _compat.smem_load(s["acc_s"], plgpu.Layout.WGMMA)
+            other_highest, other_total = (_compat.smem_load(s["sums_s"].at[i], column) for i in range(2))
+            top = jnp.maximum(highest, other_highest)
+            mine, others = jnp.exp2(highest - top), jnp.exp2(other_highest - top)
+            merged = acc * _across(mine, acc.shape[1]) + other_acc * _across(others, acc.shape[1])
+            whole = total * mine + other_total * others
+        s["acc_s"][...] = merged
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(s["acc_s"].at[pl.ds(0, out_rows)], outputs[0])
+        _write_sums(top, whole, outputs, s)
+
+
+def _write_sums(highest: jax.Array, total: jax.Array, outputs: list[Any], s: dict[str, Any]) -> None:
+    s["sums_s"][0] = highest
+    s["sums_s"][1] = total
+    plgpu.commit_smem()
+    for i in range(2):
+        plgpu.copy_smem_to_gmem(s["sums_s"].at[i], outputs[1 + i])
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,80 @@
+"""How the benchmarks of this package measure: what all of them share, and nothing of any kernel.
+
+One compiled program holds several calls of the kernel on different data, so that no call finds its data in L2 and the
+cost of a dispatch is spread; programs are enqueued back to back and timed by the host's clock until the last is done.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def seconds(program: Callable[..., Any], arguments: Sequence[Any], calls: int, budget: float = 0.08) -> float:
+    """Median seconds of one of the ``calls`` calls in a compiled program: five series of about ``budget`` seconds."""
+    jax.block_until_ready(program(*arguments))
+    start = time.perf_counter()
+    jax.block_until_ready(program(*arguments))
+    runs = max(2, min(200, int(budget / max(time.perf_counter() - start, 1e-6))))
+
+    def series() -> float:
+        start = time.perf_counter()
+        for _ in range(runs):
+            out = program(*arguments)
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / (runs * calls)
+
+    return statistics.median(series() for _ in range(5))
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of a large device-to-device pass (x + 1 over 2 GiB), bytes read plus bytes written."""
+    x = jax.random.normal(jax.random.key(0), (1 << 30,), jnp.bfloat16)
+    program = jax.jit(lambda x: x + jnp.bfloat16(1)).lower(x).compile()
+    return 2 * x.nbytes / seconds(program, (x,), 1)
+
+
+def compile_all(lowered: dict[Any, Callable[[], Any]], workers: int = 8) -> dict[Any, Any]:
+    """Lowers and compiles every program, several at a time; a NotImplementedError becomes its sentence."""
+
+    def build(make: Callable[[], Any]) -> Any:
+        try:
+            return make().compile()
+        except NotImplementedError as error:
+            return str(error)
+
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        return dict(zip(lowered, pool.map(build, lowered.values()), strict=True))
+
+
+def environment() -> dict[str, Any]:
+    """What a reader needs to place the figures."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "platform_version": device.client.platform_version.splitlines()[0],
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def save(path: str | pathlib.Path, rows: list[dict[str, Any]], **more: Any) -> None:
+    """Writes rows as JSON, one a line, with the environment and ``more`` beside them."""
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    head = json.dumps(environment() | more)[1:-1]
+    pathlib.Path(path).write_text(f'{{{head}, "rows": [\n{lines}\n]}}\n')
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows as a Markdown table, one column a key of the first row."""
+    keys = list(rows[0])
+    cells = [keys, ["---"] * len(keys), *([str(row[k]) for k in keys] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
