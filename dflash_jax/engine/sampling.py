@@ -78,12 +78,13 @@ def keep_top_k_top_p(
     """
     ordered = jnp.sort(logits, axis=-1, descending=True)
     rank = jnp.arange(logits.shape[-1])
-    ordered = jnp.where(rank < top_k[:, None, None], ordered, -jnp.inf)
+    likeliest = rank < top_k[:, None, None]
+    ordered = jnp.where(likeliest, ordered, -jnp.inf)
     probabilities = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     # A top_p of 1 keeps all, whatever the rounding of the sum; the likeliest token always stays.
-    kept = (before < top_p[:, None, None]) | (top_p >= 1.0)[:, None, None] | (rank == 0)
-    least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
+    reaching = (before < top_p[:, None, None]) | (top_p >= 1.0)[:, None, None] | (rank == 0)
+    least = jnp.where(likeliest & reaching, ordered, jnp.inf).min(axis=-1, keepdims=True)
     return jnp.where(logits < least, -jnp.inf, logits)
 
 
