@@ -78,7 +78,8 @@ def _shared_memory(args: Arguments, config: Config) -> int:
     """Bytes of shared memory of a CTA, barriers apart."""
     H, S, size = args.q.shape[-1], args.page_size, args.k_pages.dtype.itemsize
     ring = config.consumers * (config.stages * 2 * S * H * size + config.wide * S * H * 2)
-    return ring + ROWS * H * (terms(args.k_pages.dtype) * size + 4) + 4 * ROWS * 4
+    merging = ROWS * H * 4 if config.consumers > 1 else 0
+    return ring + ROWS * H * terms(args.k_pages.dtype) * size + merging + 5 * ROWS * 4
 
 
 def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[Array, "B T N H"]:
@@ -89,7 +90,7 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     B, T, _, H = args.q.shape
     K, rows = args.kv_heads, T * args.group
     blocks = pl.cdiv(rows, ROWS)
-    out_rows = ROWS if blocks > 1 else pl.cdiv(rows, 8) * 8
+    out_rows = pl.cdiv(rows, 8) * 8 if blocks == 1 and config.consumers > 1 else ROWS
     row_bounds, block_bounds = bounds(args, blocks)
     q, factor = packed(args, blocks)
     inputs = _compat.vary_alike(block_bounds, row_bounds, args.page_table, factor, q, args.k_pages, args.v_pages)
@@ -117,12 +118,13 @@ def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
         "factor_s": plgpu.SMEM((ROWS,), jnp.float32),
         "k_s": _tiled((slots, S, H), dtype),
         "v_s": _tiled((slots, S, H), dtype),
-        "acc_s": _tiled((ROWS, H), jnp.float32),
         "sums_s": plgpu.SMEM((2, ROWS), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=terms(dtype) + 2),
         "done": plgpu.Barrier(),
         **{name: plgpu.Barrier(num_barriers=slots) for name in ("k_full", "k_empty", "v_full", "v_empty")},
     }
+    if config.consumers > 1:
+        scratch["acc_s"] = _tiled((ROWS, H), jnp.float32)
     if wide:
         scratch["wide_s"] = _tiled((wide, S, H), args.compute_dtype)
         scratch |= {name: plgpu.Barrier(num_barriers=wide) for name in ("wide_full", "wide_empty")}

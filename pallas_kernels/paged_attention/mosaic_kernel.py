@@ -283,12 +283,13 @@ def _across(x: jax.Array, width: int) -> jax.Array:
     return lax.broadcast_in_dim(x, (ROWS, width), [0])
 
 
-def _merge(
-    sums: _Sums, me: Any, config: Config, out_rows: int,
-    outputs: list[Any], s: dict[str, Any],
-) -> None:  # fmt: skip
+def _merge(sums: _Sums, me: Any, config: Config, out_rows: int, outputs: list[Any], s: dict[str, Any]) -> None:
     """Merges the consumers' sums and writes those of the CTA: all rows of highest and total, ``out_rows`` of acc."""
     acc, highest, total = sums
+    if config.consumers == 1:  # straight from registers: there may be no shared memory left to lay it out in
+        outputs[0][...] = acc
+        _write_sums(highest, total, outputs, s)
+        return
     column = plgpu.Layout.WGMMA.reduce(1)
 
     @pl.when(me > 0)
@@ -300,19 +301,15 @@ def _merge(
 
     @pl.when(me == 0)
     def _():
-        merged, top, whole = acc, highest, total
-        if config.consumers > 1:
-            plgpu.barrier_wait(s["done"])
-            other_acc = _compat.smem_load(s["acc_s"], plgpu.Layout.WGMMA)
-            other_highest, other_total = (_compat.smem_load(s["sums_s"].at[i], column) for i in range(2))
-            top = jnp.maximum(highest, other_highest)
-            mine, others = jnp.exp2(highest - top), jnp.exp2(other_highest - top)
-            merged = acc * _across(mine, acc.shape[1]) + other_acc * _across(others, acc.shape[1])
-            whole = total * mine + other_total * others
-        s["acc_s"][...] = merged
+        plgpu.barrier_wait(s["done"])
+        other_highest, other_total = (_compat.smem_load(s["sums_s"].at[i], column) for i in range(2))
+        new = jnp.maximum(highest, other_highest)
+        mine, others = jnp.exp2(highest - new), jnp.exp2(other_highest - new)
+        other_acc = _compat.smem_load(s["acc_s"], plgpu.Layout.WGMMA)
+        s["acc_s"][...] = acc * _across(mine, acc.shape[1]) + other_acc * _across(others, acc.shape[1])
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s["acc_s"].at[pl.ds(0, out_rows)], outputs[0])
-        _write_sums(top, whole, outputs, s)
+        _write_sums(new, total * mine + other_total * others, outputs, s)
 
 
 def _write_sums(highest: jax.Array, total: jax.Array, outputs: list[Any], s: dict[str, Any]) -> None:

@@ -1,0 +1,102 @@
+"""What the Mosaic kernel is given, which a CPU can check: packed queries, their fp8 terms, what each row sees."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import mosaic
+from pallas_kernels.paged_attention.arguments import checked
+from pallas_kernels.paged_attention.rows import ROWS, bounds, packed, terms
+from tests.kernels.cases import BF16, E4M3, E5M2, Geometry, random_call, visible_keys
+
+GEOMETRIES = [
+    Geometry(B=4, T=16, N=8, K=2, M=4),
+    Geometry(B=4, T=16, N=8, K=2, M=4, mask="block", window=21),
+    Geometry(B=4, T=5, N=6, K=2, M=4, window=3),
+    Geometry(B=4, T=20, N=8, K=1, M=4, mask="block"),
+]
+
+
+def arguments(geometry, **changes):
+    call = random_call(geometry, 0, [64, 33, 20, 0], [geometry.T, 3, 0, 0], [0, 31, 0, 0], scales=True)
+    for name, value in changes.items():
+        setattr(call, name, value)
+    return call, checked(*call.arguments, scale=None, **call.options)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_bounds_are_what_the_mask_shows(geometry):
+    call, args = arguments(geometry)
+    group = geometry.N // geometry.K
+    blocks = -(-geometry.T * group // ROWS)
+    rows, union = (np.asarray(x) for x in bounds(args, blocks))
+    for b in range(geometry.B):
+        for block in range(blocks):
+            tokens = {r // group for r in range(block * ROWS, min((block + 1) * ROWS, geometry.T * group))}
+            seen = [visible_keys(call, b, t) for t in sorted(tokens) if t < call.q_length[b]]
+            for r in range(block * ROWS, min((block + 1) * ROWS, geometry.T * group)):
+                if r // group < call.q_length[b]:
+                    low, high = rows[b, block, :, r % ROWS]
+                    assert list(range(low, high)) == visible_keys(call, b, r // group)
+            every = sorted(set().union(*map(set, seen)))
+            low, high = union[b, block, :2]
+            assert list(range(low, high)) == every or (high <= low and not every)
+            if seen:
+                common = set.intersection(*map(set, seen))
+                assert set(range(*union[b, block, 2:])) == common
+            else:
+                assert high <= low
+
+
+@pytest.mark.parametrize(("dtype", "count", "bound"), [(BF16, 1, 2**-8), (E4M3, 2, 2**-8), (E5M2, 3, 2**-8)])
+def test_terms_add_up_to_the_query(dtype, count, bound):
+    """Also where the sizes of a query's numbers differ by orders of magnitude."""
+    geometry = Geometry(B=2, T=16, N=8, K=2, dtype=dtype)
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 16, 8, 64)) * 10.0 ** rng.uniform(-2, 2, (2, 16, 8, 64))
+    call = random_call(geometry, 0, [40, 40], [16, 16], scales=True)
+    call.q = np.asarray(q, np.float32)
+    args = checked(*call.arguments, scale=None, **call.options)
+    parts, factor = packed(args, 1)
+    assert terms(jnp.dtype(dtype)) == count == parts.shape[3]
+    assert parts.dtype == dtype
+    found = np.asarray(parts, np.float64).sum(3)[:, :, 0] * np.asarray(factor, np.float64)[:, :, 0, :, None]
+    rows = np.asarray(q).reshape(2, 16, 2, 4, 64).swapaxes(1, 2).reshape(2, 2, 64, 64)
+    expected = rows * np.asarray(args.scores_scale, np.float64)[None, :, None, None]
+    largest = np.abs(expected).max(-1, keepdims=True)
+    assert (np.abs(found - expected) <= bound * np.maximum(np.abs(expected), largest * 2**-9)).all()
+
+
+def test_a_row_of_zeros_stays_zeros():
+    call = random_call(Geometry(B=1, T=1, N=2, K=2, dtype=E4M3), 0, [5], [1])
+    call.q[:] = 0
+    parts, factor = packed(checked(*call.arguments, scale=None, **call.options), 1)
+    assert (np.asarray(parts, np.float32) == 0).all()
+    assert np.isfinite(np.asarray(factor)).all()
+
+
+@pytest.mark.parametrize(
+    ("geometry", "sentence"),
+    [
+        (Geometry(B=1, T=1, N=1, K=1, H=64, S=64, dtype=jnp.float32), "these are float32"),
+        (Geometry(B=1, T=1, N=1, K=1, H=32, S=64), "a head size of 64, 128 or 256; this is 32"),
+        (Geometry(B=1, T=1, N=1, K=1, H=64, S=16), "pages of 64 tokens; these hold 16"),
+        (Geometry(B=1, T=65, N=8, K=2, H=64, S=64), "65 tokens x 4 heads are 260"),
+    ],
+)
+def test_mosaic_refuses_in_a_sentence(geometry, sentence):
+    call = random_call(geometry, 0, [3], [1])
+    args = checked(*call.arguments, scale=None, **call.options)
+    with pytest.raises(NotImplementedError, match=sentence):
+        mosaic.paged_attention(args)
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3, E5M2], ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_the_default_fits_a_multiprocessor(dtype, H):
+    call = random_call(Geometry(B=1, T=16, N=4, K=1, H=H, S=64, M=2, dtype=dtype), 0, [100], [16])
+    config = mosaic.default_config(checked(*call.arguments, scale=None, **call.options))
+    assert config.stages >= 2
+    assert (config.wide > 0) == (dtype != BF16)
