@@ -60,7 +60,7 @@ class Work:
 
 
 def attend(
-    block_bounds: Any, row_bounds: Any, page_table: Any, factor: Any, q: Any, k_pages: Any, v_pages: Any,
+    block_bounds: Any, row_bounds: Any, page_table: Any, scores_scale: Any, q: Any, k_pages: Any, v_pages: Any,
     acc: Any, highest: Any, total: Any, *, config: Config, out_rows: int, **s: Any,
 ) -> None:  # fmt: skip
     """One CTA; ``s`` is its scratch."""
@@ -82,6 +82,7 @@ def attend(
         @pl.when(work.count > 0)
         def _():
             plgpu.barrier_wait(s["q_full"])
+            _split_queries(me, scores_scale[head], s)
             _merge(_consume(work, me, s), me, config, out_rows, outputs, s)
 
         @pl.when((work.count == 0) & (me == 0))
@@ -102,18 +103,49 @@ def attend(
 
         @pl.when(work.count > 0)
         def _():
-            for term in range(q.shape[3]):
-                plgpu.copy_gmem_to_smem(q.at[b, head, block, term], s["q_s"].at[term], s["q_full"])
+            own = q.at[b, head, pl.ds(block * ROWS, out_rows)]
+            plgpu.copy_gmem_to_smem(own, s["rows_s" if config.wide else "q_s"].at[pl.ds(0, out_rows)], s["q_full"])
             plgpu.copy_gmem_to_smem(row_bounds.at[b, block], s["bounds_s"], s["q_full"])
-            plgpu.copy_gmem_to_smem(factor.at[b, head, block], s["factor_s"], s["q_full"])
             _produce(work, page_table.at[b], k_pages, v_pages, head, s)
 
 
 def _registers(config: Config) -> tuple[int, int, int]:
     """Registers of a thread of consumers, converter and producer; together at most what the CTA is launched with."""
-    return {(1, 0): (232, 0, 40), (2, 0): (232, 0, 40), (1, 1): (232, 128, 40), (2, 1): (208, 64, 24)}[
+    return {(1, 0): (232, 0, 40), (2, 0): (232, 0, 40), (1, 1): (232, 128, 40), (2, 1): (200, 80, 24)}[
         config.consumers, min(config.wide, 1)
     ]
+
+
+def _split_queries(me: Any, scores_scale: Any, s: dict[str, Any]) -> None:
+    """Leaves queries in ``q_s`` as their products want them, and in ``factor_s`` what makes those base-2 logits.
+
+    Over 16-bit pages they came so. Over fp8 pages the first consumer scales each row to fill the range of fp8 and
+    splits it into fp8 terms, each of which holds what the ones before it rounded away. Other rows stay garbage.
+    """
+
+    def leave(factor: jax.Array) -> None:
+        s["factor_s"][...] = factor * scores_scale
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(s["q_ready"])
+
+    @pl.when(me == 0)
+    def _():
+        if "rows_s" not in s:
+            leave(plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1)))
+            return
+        H, dtype = s["rows_s"].shape[1], s["q_s"].dtype
+        layout = _copy_layout(H)
+        rest = _compat.smem_load(s["rows_s"], layout).astype(jnp.float32)
+        largest = jnp.maximum(jnp.maximum(rest.max(axis=1), (-rest).max(axis=1)), 1e-30)
+        limit = _compat.max_finite(dtype)
+        rest = rest * plgpu.layout_cast(lax.broadcast_in_dim(limit / largest, rest.shape, [0]), layout)
+        for term in range(s["q_s"].shape[0] // ROWS):
+            part = rest.astype(dtype)
+            s["q_s"].at[pl.ds(term * ROWS, ROWS)][...] = part
+            rest = rest - part.astype(jnp.float32)
+        leave(largest * (1 / limit))
+
+    plgpu.barrier_wait(s["q_ready"])
 
 
 def _produce(work: Work, page_table: Any, k_pages: Any, v_pages: Any, head: Any, s: dict[str, Any]) -> None:
@@ -144,7 +176,6 @@ def _convert(work: Work, s: dict[str, Any]) -> None:
         plgpu.barrier_wait(s["v_full"].at[slot])
         values = _compat.smem_load(s["v_s"].at[slot], _copy_layout(s["v_s"].shape[-1]))
         plgpu.barrier_arrive(s["v_empty"].at[slot])
-        values = values.astype(s["wide_s"].dtype)
 
         @pl.when(turn > 0)
         def _():
@@ -158,19 +189,23 @@ def _convert(work: Work, s: dict[str, Any]) -> None:
 
 
 def _store_seen(values: jax.Array, target: Any, i: Any, work: Work) -> None:
-    """Stores the values of page i, those that no row sees as zeros: they may be NaN, and 0 * NaN is NaN."""
+    """Stores the values of page i, those that no row sees as zeros: they may be NaN, and 0 * NaN is NaN.
+
+    Converts in each branch apart: LLVM takes vectors to pieces, at two instructions an element, that both would share.
+    """
     S, H = values.shape
     seen = work.seen(i, S)
 
     @pl.when(seen)
     def _():
-        target[...] = values
+        target[...] = values.astype(target.dtype)
 
     @pl.when(jnp.logical_not(seen))
     def _():
         position = plgpu.broadcasted_iota(jnp.int32, (S, H), 0, layout=_copy_layout(H)) + (work.first + i) * S
         inside = (position >= work.edges[0]) & (position < work.edges[1])
-        target[...] = jnp.where(inside, values, jnp.zeros_like(values))
+        wide = values.astype(target.dtype)
+        target[...] = jnp.where(inside, wide, jnp.zeros_like(wide))
 
 
 def _copy_layout(H: int) -> Any:
@@ -192,7 +227,7 @@ def _consume(work: Work, me: Any, s: dict[str, Any]) -> _Sums:
     each = config.consumers
     row_low, row_high = (_compat.smem_load(s["bounds_s"].at[i], column) for i in range(2))
     factor = _compat.smem_load(s["factor_s"], column)
-    queries = [s["q_s"].at[term] for term in range(s["q_s"].shape[0])]
+    queries = [s["q_s"].at[pl.ds(term * ROWS, ROWS)] for term in range(s["q_s"].shape[0] // ROWS)]
     if config.held:
         layout = plgpu.Layout.WGMMA_8BIT if config.wide else plgpu.Layout.WGMMA
         queries = [_compat.smem_load(q, layout) for q in queries]
