@@ -29,8 +29,6 @@ class Config:
     consumers: int
     stages: int
     wide: int
-    ahead: bool = True
-    held: bool = False
 
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array]  # weighted values, running maximum, sum of the weights
@@ -119,8 +117,9 @@ def _registers(config: Config) -> tuple[int, int, int]:
 def _split_queries(me: Any, scores_scale: Any, s: dict[str, Any]) -> None:
     """Leaves queries in ``q_s`` as their products want them, and in ``factor_s`` what makes those base-2 logits.
 
-    Over 16-bit pages they came so. Over fp8 pages the first consumer scales each row to fill the range of fp8 and
-    splits it into fp8 terms, each of which holds what the ones before it rounded away. Other rows stay garbage.
+    Over 16-bit pages they came so. Over fp8 pages the first consumer scales each row by the power of two that fills the
+    range of fp8 and splits it into fp8 terms, each of which holds what the ones before it rounded away: a bfloat16 is
+    their exact sum, unless it is tiny beside its row's largest. Rows that never came stay garbage.
     """
 
     def leave(factor: jax.Array) -> None:
@@ -137,13 +136,14 @@ def _split_queries(me: Any, scores_scale: Any, s: dict[str, Any]) -> None:
         layout = _copy_layout(H)
         rest = _compat.smem_load(s["rows_s"], layout).astype(jnp.float32)
         largest = jnp.maximum(jnp.maximum(rest.max(axis=1), (-rest).max(axis=1)), 1e-30)
-        limit = _compat.max_finite(dtype)
-        rest = rest * plgpu.layout_cast(lax.broadcast_in_dim(limit / largest, rest.shape, [0]), layout)
+        room = lax.bitcast_convert_type(_compat.max_finite(dtype) / largest, jnp.int32)
+        scale = lax.bitcast_convert_type(room & 0x7F800000, jnp.float32)  # its exponent alone: a power of two
+        rest = rest * plgpu.layout_cast(lax.broadcast_in_dim(scale, rest.shape, [0]), layout)
         for term in range(s["q_s"].shape[0] // ROWS):
             part = rest.astype(dtype)
             s["q_s"].at[pl.ds(term * ROWS, ROWS)][...] = part
             rest = rest - part.astype(jnp.float32)
-        leave(largest * (1 / limit))
+        leave(1 / scale)
 
     plgpu.barrier_wait(s["q_ready"])
 
@@ -228,9 +228,8 @@ def _consume(work: Work, me: Any, s: dict[str, Any]) -> _Sums:
     row_low, row_high = (_compat.smem_load(s["bounds_s"].at[i], column) for i in range(2))
     factor = _compat.smem_load(s["factor_s"], column)
     queries = [s["q_s"].at[pl.ds(term * ROWS, ROWS)] for term in range(s["q_s"].shape[0] // ROWS)]
-    if config.held:
-        layout = plgpu.Layout.WGMMA_8BIT if config.wide else plgpu.Layout.WGMMA
-        queries = [_compat.smem_load(q, layout) for q in queries]
+    if config.wide:  # fp8 queries are few enough to stay in registers, which spares shared memory a third of its reads
+        queries = [_compat.smem_load(q, plgpu.Layout.WGMMA_8BIT) for q in queries]
 
     def multiply(ref: Any, j: Any) -> None:
         slot = work.slot(j * each + me, config.stages)[0]
@@ -266,10 +265,7 @@ def _consume(work: Work, me: Any, s: dict[str, Any]) -> _Sums:
 
     def step(j: Any, carry: Any, masked: bool) -> Any:
         scores, sums = carry
-        if config.ahead:
-            return products(j + 1, lambda: add(j, scores, sums, masked))
-        sums = add(j, scores, sums, masked)
-        return products(j + 1)[0], sums
+        return products(j + 1, lambda: add(j, scores, sums, masked))
 
     start = (
         plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), plgpu.Layout.WGMMA),
