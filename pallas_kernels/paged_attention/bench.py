@@ -112,6 +112,13 @@ def shapes(case: Case) -> tuple[Any, ...]:
 
 def error(case: Case, found: jax.Array) -> float:
     """Relative error of the first sequence against the oracle, in float32."""
+    expected = _expected(dataclasses.replace(case, implementation=""))
+    difference = jnp.linalg.norm(found[0].astype(jnp.float32) - expected[0])
+    return float(difference / jnp.linalg.norm(expected))
+
+
+@functools.lru_cache(maxsize=1)
+def _expected(case: Case) -> jax.Array:
     q, k_pages, v_pages, tables, lengths = operands(case.data)
     options: dict[str, Any] = {
         "mask": case.mask,
@@ -125,9 +132,7 @@ def error(case: Case, found: jax.Array) -> float:
     own = tables[0][0]
     order = jnp.arange(own.size, dtype=jnp.int32)[None]
     arguments = checked(q[0][:1].astype(jnp.float32), k_pages[own], v_pages[own], order, lengths[:1], None, **options)
-    expected = oracle(arguments)
-    difference = jnp.linalg.norm(found[0].astype(jnp.float32) - expected[0])
-    return float(difference / jnp.linalg.norm(expected))
+    return oracle(arguments)
 
 
 def measure(case: Case, compiled: Any, copy: float) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
+from pallas_kernels.paged_attention.arguments import page_range
 from pallas_kernels.paged_attention.rows import ROWS
 
 _LOWEST = -1e30  # start of a running maximum: finite, so that no difference of two maxima is inf - inf
@@ -65,8 +66,8 @@ def attend(
     split, head, block, b, me = (lax.axis_index(n) for n in ("split", "head", "block", "b", "warpgroup"))
     S = k_pages.shape[2]
     edges = [block_bounds[b, block, i] for i in range(4)]
-    begin, end = edges[0] // S, pl.cdiv(edges[1], S)
-    each = pl.cdiv(jnp.maximum(end - begin, 0), config.splits)
+    begin, end = page_range(edges[0], edges[1], S)
+    each = pl.cdiv(end - begin, config.splits)
     first = begin + split * each
     work = Work(first, jnp.maximum(jnp.minimum(each, end - first), 0), edges, config)
     place = (b, head, split, block)
@@ -278,10 +279,10 @@ def _consume(work: Work, me: Any, s: dict[str, Any]) -> _Sums:
     plain_to = jnp.clip(_turns(work.edges[3] // S - work.first - me, each), plain_from, last)
     nothing = plgpu.layout_cast(jnp.zeros((ROWS, S), jnp.float32), plgpu.Layout.WGMMA)
     scores = lax.fori_loop(0, jnp.minimum(count, 1), lambda j, _: products(j)[0], nothing)
-    carry = (scores, start)
-    for begin, end, masked in ((0, plain_from, True), (plain_from, plain_to, False), (plain_to, last, True)):
-        carry = lax.fori_loop(begin, end, functools.partial(step, masked=masked), carry)
-    scores, sums = carry
+    masked, plain = functools.partial(step, masked=True), functools.partial(step, masked=False)
+    carry = lax.fori_loop(0, plain_from, masked, (scores, start))
+    carry = lax.fori_loop(plain_from, plain_to, plain, carry)
+    scores, sums = lax.fori_loop(plain_to, last, masked, carry)
     return lax.fori_loop(last, count, lambda j, sums: add(j, scores, sums, True), sums)
 
 

@@ -32,7 +32,7 @@ GEOMETRIES = [
 ]
 by_name = pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 relaxed = settings(
-    max_examples=8,
+    max_examples=20 if jax.default_backend() == "gpu" else 6,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

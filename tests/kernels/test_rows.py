@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import mosaic
-from pallas_kernels.paged_attention.arguments import checked
+from pallas_kernels.paged_attention.arguments import checked, key_range, page_range
 from pallas_kernels.paged_attention.rows import ROWS, bounds, packed, terms
 from tests.kernels.cases import BF16, E4M3, E5M2, Geometry, random_call, visible_keys
 
@@ -48,6 +50,21 @@ def test_bounds_are_what_the_mask_shows(geometry):
                 assert set(range(*union[b, block, 2:])) == common
             else:
                 assert high <= low
+
+
+@pytest.mark.parametrize("S", [16, 64])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_only_pages_with_visible_keys_are_read(geometry, S):
+    """Reading one more would follow an entry of the page table that may be anything: on a GPU, an illegal address."""
+    geometry = dataclasses.replace(geometry, S=S)
+    for valid_from in ([0, 0, 0, 0], [0, 31, 17, 40]):
+        call = random_call(geometry, 0, [64, 33, 20, 50], [geometry.T, 3, 0, 2], valid_from)
+        args = checked(*call.arguments, scale=None, **call.options)
+        for b in range(geometry.B):
+            scalars = (jnp.int32(x[b]) for x in (call.kv_length, call.q_length, call.valid_from))
+            low, high = key_range(args, *scalars, jnp.int32(0), jnp.int32(geometry.T - 1))
+            needed = {j // S for t in range(geometry.T) for j in visible_keys(call, b, t)}
+            assert set(range(*map(int, page_range(low, high, S)))) == needed
 
 
 @pytest.mark.parametrize(("dtype", "count"), [(BF16, 1), (E4M3, 2), (E5M2, 3)])
