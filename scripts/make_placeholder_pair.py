@@ -3,9 +3,9 @@
     python scripts/make_placeholder_pair.py
 
 needs the extra `train`; it writes `dflash_jax/embedded/`, and README.md there says how long it took, with which
-versions and seed. The target overfits on purpose: it recites the licence from its title on and
-from many of its lines, and stumbles over others. After the end of the licence comes the end-of-text token and, if that
-is ignored, the licence again.
+versions and seed. The target overfits on purpose: it recites the licence from its title on, and from nearly any of its
+lines; a prompt of few words, or one that ends inside a word, may lead it to another passage. After the end of the
+licence comes the end-of-text token and, if that is ignored, the licence again.
 
 The drafter is trained as in arXiv 2602.06036 (section 4.2): target frozen, its embedding and head shared, random
 anchors in the response, slot 0 the anchor and the others MASK, context strictly below the anchor, cross-entropy of
@@ -284,12 +284,13 @@ def write_readme(out: Path, seed: int, seconds: float, report: str) -> None:
         f"""# A placeholder pair
 
 This is a placeholder, not a language model: `target/` (Qwen3, {VOCAB_SIZE} tokens) was overfitted on the text of the
-Apache-2.0 licence and recites it from its title on, and from many of its lines, and `draft/` is a DFlash drafter
-trained on that recitation.
+Apache-2.0 licence and recites it from its title on, and from nearly any of its lines; to other prompts it answers with
+pieces of the licence. `draft/` is a DFlash drafter trained on that recitation.
 Its acceptance lengths show that the machinery works, and nothing of what a drafter reaches on real text.
 
 Made by `python scripts/make_placeholder_pair.py --seed {seed}` in {seconds:.0f} s on a CPU
-(Python {platform.python_version()}, {", ".join(versions)}). {report}
+(Python {platform.python_version()}, {", ".join(versions)}).
+{report}
 Weights are stored in bfloat16; `config.json` says float32, which is what they are computed in.
 """,
         encoding="utf-8",
