@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import TypedDict, TypeGuard
@@ -63,8 +63,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
-        set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        set_field(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        set_field(self, "stop", _as_tuple(self.stop))
+        set_field(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
         checks: list[tuple[str, object, bool, str]] = [
             ("n", self.n, is_int(self.n) and self.n >= 1, "an integer of at least 1"),
             (
@@ -103,6 +103,8 @@ class SamplingParams:
                 "token ids of at least 0",
             ),
         ]
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            checks.append((name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False"))
         for name, value, ok, allowed in checks:
             if not ok:
                 raise RequestError(f"{name}={value!r} is not allowed: it must be {allowed}.")
@@ -170,6 +172,13 @@ class RequestOutput:
 def is_int(value: object) -> TypeGuard[int]:
     """Whether a value is an integer (numpy's included) and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _as_tuple(value: object) -> tuple:
+    """What was listed, or the one thing that was given without a list."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else (value,)
 
 
 def _is_real(value: object) -> bool:

@@ -45,7 +45,10 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     request.add_argument("--seed", type=int, help="with it, a run can be repeated")
     request.add_argument("--stop", action="append", default=[], help="string that ends the text; may be repeated")
     request.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.chat and args.prompt_token_ids is not None:
+        parser.error("argument --chat: not allowed with argument --prompt-token-ids")
+    return args
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
         prompt = _prompt(args, llm)
         _warm_up(llm, prompt, params)
         started = time.perf_counter()
-        output = _print_stream(llm, prompt, params)
+        output = _print_stream(llm, prompt, params, as_text=args.prompt_token_ids is None)
         print(f"\n\n{summary(output, time.perf_counter() - started)}")
     except DFlashError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -99,7 +102,10 @@ def summary(output: RequestOutput, seconds: float) -> str:
 
 
 def _token_ids(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3") from None
 
 
 def _prompt(args: argparse.Namespace, llm: LLM) -> Prompt:
@@ -110,16 +116,16 @@ def _prompt(args: argparse.Namespace, llm: LLM) -> Prompt:
 
 def _warm_up(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
     """Compile the steps, so that the speed printed is the speed of generation."""
+    outputs = llm.stream(prompt, params)  # which refuses a bad prompt
     print("compiling ...", end="\r", file=sys.stderr, flush=True)
-    for output in llm.stream(prompt, params):
+    for output in outputs:
         if output.metrics.acceptance_lengths:
             break
     print("             ", end="\r", file=sys.stderr, flush=True)
 
 
-def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
-    """Print what comes as it comes: text, or ids where the prompt was ids."""
-    as_text = llm.tokenizer is not None and "prompt_token_ids" not in prompt
+def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_text: bool) -> RequestOutput:
+    """Print what comes as it comes: text or ids."""
     shown = ""
     for output in llm.stream(prompt, params):
         completion = output.outputs[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from itertools import count
 from pathlib import Path
@@ -17,6 +17,7 @@ from dflash_jax.checkpoint.tokenizer import Tokenizer
 from dflash_jax.config import (
     DraftConfig,
     EngineConfig,
+    Fields,
     TargetConfig,
     check_draft_fits,
     draft_config,
@@ -28,7 +29,7 @@ from dflash_jax.engine.engine import Engine, Model
 from dflash_jax.engine.request import Request, check_params, one_each, tokenize
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.sharding import Mesh
-from dflash_jax.errors import RequestError
+from dflash_jax.errors import ConfigError, RequestError
 
 EMBEDDED = Path(__file__).parent / "embedded"
 Message = Mapping[str, Any]
@@ -103,7 +104,10 @@ class LLM:
         """What `generation_config.json` recommends, as vLLM reads it."""
         names = ("temperature", "top_p", "top_k", "min_p")
         chosen = {n: self.generation_config[n] for n in names if self.generation_config.get(n) is not None}
-        return SamplingParams(**chosen)
+        try:
+            return SamplingParams(**chosen)
+        except RequestError as error:
+            raise ConfigError(f"generation_config.json: {error}") from error
 
     def generate(
         self,
@@ -162,6 +166,8 @@ class LLM:
         """
         if not messages:
             raise RequestError("messages is empty; give at least one message.")
+        if not isinstance(messages, Seq):
+            raise RequestError(f"messages of type {type(messages).__name__} are not a list of messages.")
         conversations: Seq[Any] = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [
             self.chat_prompt(
@@ -201,8 +207,10 @@ class LLM:
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
     ) -> list[Request]:
         """Check every prompt before any is run."""
-        listed: Seq[Any] = [prompts] if isinstance(prompts, str | Mapping) else prompts
-        every_params = one_each(sampling_params, self.get_default_sampling_params(), len(listed))
+        is_one = isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable)
+        listed: Seq[Any] = [prompts] if is_one else list(prompts)
+        chosen = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        every_params = one_each(chosen, len(listed))
         requests = []
         for i, (prompt, params) in enumerate(zip(listed, every_params, strict=True)):
             try:
@@ -264,7 +272,7 @@ def _eos_token_ids(
     generation_config: Mapping[str, Any], target: TargetConfig, tokenizer: Tokenizer | None
 ) -> tuple[int, ...]:
     """Every token that ends a text: generation_config.json's, config.json's and the tokenizer's."""
-    listed = generation_config.get("eos_token_id")
-    ids = [*(listed if isinstance(listed, list) else [listed]), *target.eos_token_ids]
-    ids.append(None if tokenizer is None else tokenizer.eos_token_id)
-    return tuple(dict.fromkeys(i for i in ids if i is not None))
+    ids = [*Fields(generation_config, "generation_config.json").token_ids("eos_token_id"), *target.eos_token_ids]
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return tuple(dict.fromkeys(ids))

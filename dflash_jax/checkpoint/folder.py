@@ -19,6 +19,8 @@ def resolve_folder(model: str | Path) -> Path:
     Raises:
         CheckpointError: it is neither a folder nor a repository that can be reached.
     """
+    if not isinstance(model, str | Path) or not str(model):
+        raise CheckpointError(f"{model!r} is no model; give a model folder or a Hub id such as 'Qwen/Qwen3-8B'.")
     path = Path(model).expanduser()
     if path.is_dir():
         return path

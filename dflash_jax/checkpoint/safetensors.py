@@ -98,29 +98,32 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _read_header(file: Path) -> Iterator[TensorInfo]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or 8 + length > size:
-            raise CheckpointError(
-                f"{file} is truncated: its header ends at byte {8 + length}, the file at {size}; download it again."
-            )
-        text = stream.read(length)
     try:
-        header = json.loads(text)
-        entries = [
-            (name, entry["dtype"], tuple(map(int, entry["shape"])), *map(int, entry["data_offsets"]))
-            for name, entry in header.items()
-            if name != "__metadata__"
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            text = stream.read(min(length, size))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror}); download it again.") from error
+    if size < 8 or 8 + length > size:
+        raise CheckpointError(
+            f"{file} is truncated: its header ends at byte {8 + length}, the file at {size}; download it again."
+        )
+    try:
+        entries = [_entry(name, entry) for name, entry in json.loads(text).items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{file} has a corrupt header ({error!r}); download it again.") from error
     for entry in entries:
         yield _checked(file, size, 8 + length, *entry)
 
 
+def _entry(name: str, entry: Mapping[str, Any]) -> tuple[str, str, tuple[int, ...], int, int]:
+    begin, end = map(int, entry["data_offsets"])
+    return name, str(entry["dtype"]), tuple(map(int, entry["shape"])), begin, end
+
+
 def _checked(
-    file: Path, size: int, data: int, name: str, dtype: Any, shape: tuple[int, ...], begin: int, end: int
+    file: Path, size: int, data: int, name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int
 ) -> TensorInfo:
     if dtype not in DTYPES:
         raise CheckpointError(f"{file}: tensor {name!r} has dtype {dtype}; supported are {', '.join(DTYPES)}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,7 +36,7 @@ class Tokenizer:
     def __init__(self, folder: Path):
         try:
             tokenizer = auto_tokenizer().from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError, ImportError, json.JSONDecodeError) as error:
+        except Exception as error:  # whatever transformers stumbles over in a damaged file
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise CheckpointError(
                 f"{folder}: the tokenizer cannot be read ({reason}); download its files again."
@@ -58,7 +57,14 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the model expects around it."""
-        return self.hf.encode(text)
+        return self._encode(text, add_special_tokens=True)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half a surrogate pair, or a command line that is no UTF-8
+            raise RequestError(f"the text is not valid Unicode ({error}); decode it properly.") from error
+        return self.hf.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no UTF-8 come as replacement characters."""
@@ -91,7 +97,7 @@ class Tokenizer:
             raise RequestError(
                 f"the chat template refused the messages ({error}); check roles and contents."
             ) from error
-        return self.hf.encode(text, add_special_tokens=False)
+        return self._encode(text, add_special_tokens=False)
 
 
 class Detokenizer:

@@ -2,7 +2,7 @@
 
 from dflash_jax.config.draft import check_draft_fits, draft_config
 from dflash_jax.config.engine import EngineConfig
-from dflash_jax.config.fields import read_json
+from dflash_jax.config.fields import Fields, read_json
 from dflash_jax.config.model import DecoderConfig, DraftConfig, LayerMask, RopeConfig, TargetConfig
 from dflash_jax.config.target import target_config
 
@@ -10,6 +10,7 @@ __all__ = [
     "DecoderConfig",
     "DraftConfig",
     "EngineConfig",
+    "Fields",
     "LayerMask",
     "RopeConfig",
     "TargetConfig",

@@ -62,7 +62,9 @@ def draft_config(
         raise fields.error(f"block_size={block_size} drafts nothing; it must be at least 2 (an anchor and one draft).")
     decoder = decoder_fields(fields, qk_norm=True, default_head_dim=128)
     num_layers = fields.positive_int("num_hidden_layers")
-    draft_vocab = fields.get("draft_vocab_size", decoder["vocab_size"])
+    draft_vocab = fields.positive_int("draft_vocab_size", decoder["vocab_size"])
+    if draft_vocab > decoder["vocab_size"]:
+        raise fields.error(f"draft_vocab_size={draft_vocab} exceeds vocab_size={decoder['vocab_size']}.")
     return DraftConfig(
         **decoder,
         layers=_draft_layers(fields, dflash, num_layers),
@@ -108,16 +110,17 @@ def _draft_layers(fields: Fields, dflash: Fields, num_layers: int) -> tuple[Laye
     if raw.get("sliding_window") is None:
         raw["sliding_window"] = dflash.get("swa_window_size")
     sliding_mask: Mask = "causal"
-    if dflash.get("use_swa") and raw.get("layer_types") is None:
+    if dflash.flag("use_swa") and raw.get("layer_types") is None:
         raw["layer_types"] = ["sliding_attention"] * num_layers
         sliding_mask = "block"
-    if fields.get("sliding_window_non_causal"):
+    if fields.flag("sliding_window_non_causal"):
         sliding_mask = "block"
     windows = layer_windows(Fields(raw, fields.where), num_layers)
     masks = [LayerMask("block" if window is None else sliding_mask, window) for window in windows]
-    causal = dflash.get("causal", fields.get("is_causal"))
-    if causal is not None:
-        masks = [LayerMask("causal" if causal else "block", mask.window) for mask in masks]
+    for source, name in ((dflash, "causal"), (fields, "is_causal")):
+        if source.get(name) is not None:
+            override: Mask = "causal" if source.flag(name) else "block"
+            return tuple(LayerMask(override, mask.window) for mask in masks)
     return tuple(masks)
 
 
@@ -148,10 +151,9 @@ def _tap_ids(fields: Fields, dflash: Fields, num_layers: int, num_target_layers:
         )
     if found:
         return next(iter(found.values()))
-    layers = fields.get("num_target_layers", num_target_layers)
-    if layers is None:
+    if fields.get("num_target_layers", num_target_layers) is None:
         raise fields.error("the tap layers are unknown: set dflash_config.target_layer_ids or num_target_layers.")
-    return default_target_layer_ids(layers, num_layers)
+    return default_target_layer_ids(fields.positive_int("num_target_layers", num_target_layers), num_layers)
 
 
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:

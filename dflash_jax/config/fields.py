@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dflash_jax.core import is_int
 from dflash_jax.errors import CheckpointError, ConfigError
+
+TOKEN_ID_LIMIT = 2**31  # token ids are int32 on the device
 
 
 class Fields:
@@ -36,9 +39,23 @@ class Fields:
         value = self.get(name, default)
         if value is None:
             raise self.error(f"the field {name!r} is missing; add it to the file.")
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self.error(f"{name}={value!r} must be a positive number.")
         return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.get(name, default)
+        if value not in (True, False):  # 1 and 0 are what some writers make of them
+            raise self.error(f"{name}={value!r} must be true or false.")
+        return bool(value)
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """One token id, or a list of them."""
+        value = self.get(name, [])
+        ids = value if isinstance(value, list | tuple) else [value]
+        if not all(is_int(i) and 0 <= i < TOKEN_ID_LIMIT for i in ids):
+            raise self.error(f"{name}={value!r} must be a token id or a list of token ids.")
+        return tuple(ids)
 
     def sub(self, name: str) -> Fields:
         value = self.get(name, {})
@@ -60,7 +77,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}); give a folder that holds the model."
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON ({error}); download it again.") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds a JSON {type(raw).__name__}, not an object; download it again.")

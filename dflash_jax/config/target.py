@@ -27,10 +27,9 @@ def target_config(raw: Mapping[str, Any], where: str = "config.json") -> TargetC
     fields = Fields(raw, where)
     architecture = architecture_of(fields, ARCHITECTURES)
     qwen3 = architecture == "Qwen3ForCausalLM"
-    eos = fields.get("eos_token_id", ())
     window_fields = Fields({}, where)  # Llama has no windows, whatever its config says
     if qwen3:
-        default_window = DEFAULT_WINDOW if fields.get("use_sliding_window") else None
+        default_window = DEFAULT_WINDOW if fields.flag("use_sliding_window") else None
         window_fields = Fields({"sliding_window": default_window, **raw}, where)
     return TargetConfig(
         **decoder_fields(fields, qk_norm=qwen3, default_head_dim=128 if qwen3 else None),
@@ -39,9 +38,9 @@ def target_config(raw: Mapping[str, Any], where: str = "config.json") -> TargetC
             for window in layer_windows(window_fields, fields.positive_int("num_hidden_layers"))
         ),
         architecture=architecture,
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
         max_position_embeddings=fields.positive_int("max_position_embeddings"),
-        eos_token_ids=(eos,) if is_int(eos) else tuple(eos),
+        eos_token_ids=fields.token_ids("eos_token_id"),
         weight_block_size=weight_block_size(fields),
     )
 
@@ -50,6 +49,8 @@ def architecture_of(fields: Fields, known: tuple[str, ...]) -> str:
     names = fields.get("architectures")
     if not names:
         raise fields.error(f"the field 'architectures' is missing; it must name one of {', '.join(known)}.")
+    if not isinstance(names, list):
+        raise fields.error(f"architectures={names!r} must be a list; it must name one of {', '.join(known)}.")
     for name in names:
         if name in known:
             return name
@@ -78,8 +79,8 @@ def decoder_fields(fields: Fields, *, qk_norm: bool, default_head_dim: int | Non
         "rms_norm_eps": fields.real("rms_norm_eps"),
         "rope": _rope(fields),
         "qk_norm": qk_norm,
-        "attention_bias": bool(fields.get("attention_bias", False)),
-        "mlp_bias": bool(fields.get("mlp_bias", False)) and not qk_norm,  # Qwen3 layers have none
+        "attention_bias": fields.flag("attention_bias"),
+        "mlp_bias": fields.flag("mlp_bias") and not qk_norm,  # Qwen3 layers have none
         "dtype": str(fields.get("dtype", fields.get("torch_dtype", "bfloat16"))).removeprefix("torch."),
     }
 
@@ -113,10 +114,16 @@ def _rope(fields: Fields) -> RopeConfig:
         options["factor"] = scaling.real("factor")
     if rope_type == "llama3":
         options |= {name: scaling.real(name) for name in ("low_freq_factor", "high_freq_factor")}
+        if options["low_freq_factor"] >= options["high_freq_factor"]:
+            raise scaling.error(
+                f"low_freq_factor={options['low_freq_factor']} must be below "
+                f"high_freq_factor={options['high_freq_factor']}."
+            )
     if rope_type == "yarn":
         options |= {name: scaling.real(name, default) for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))}
-        options |= {name: scaling.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
-        options["truncate"] = bool(scaling.get("truncate", True))
+        given = (name for name in ("attention_factor", "mscale", "mscale_all_dim") if scaling.get(name))
+        options |= {name: scaling.real(name) for name in given}
+        options["truncate"] = scaling.flag("truncate", True)
     return RopeConfig(**options)
 
 
@@ -130,8 +137,12 @@ def layer_windows(fields: Fields, num_layers: int) -> list[int | None]:
     window = fields.get("sliding_window")
     types = fields.get("layer_types")
     if types is None:
-        first = fields.get("max_window_layers", 28) if fields.get("use_sliding_window") and window else num_layers
+        first = fields.get("max_window_layers", 28) if fields.flag("use_sliding_window") and window else num_layers
+        if not is_int(first) or first < 0:
+            raise fields.error(f"max_window_layers={first!r} must be an integer of at least 0.")
         types = ["full_attention"] * min(first, num_layers) + ["sliding_attention"] * max(num_layers - first, 0)
+    if not isinstance(types, list | tuple) or not all(isinstance(kind, str) for kind in types):
+        raise fields.error(f"layer_types={types!r} must be a list of full_attention and sliding_attention.")
     if len(types) != num_layers:
         raise fields.error(f"layer_types names {len(types)} layers, num_hidden_layers={num_layers}; they must agree.")
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
@@ -148,4 +159,8 @@ def layer_windows(fields: Fields, num_layers: int) -> list[int | None]:
 def weight_block_size(fields: Fields) -> tuple[int, int] | None:
     """Blocks of a checkpoint whose fp8 weights carry a scale for each block (`weight_scale_inv`)."""
     size = fields.sub("quantization_config").get("weight_block_size")
-    return None if size is None else (int(size[0]), int(size[1]))
+    if size is None:
+        return None
+    if not isinstance(size, list | tuple) or len(size) != 2 or not all(is_int(n) and n >= 1 for n in size):
+        raise fields.error(f"weight_block_size={size!r} must be two positive integers.")
+    return size[0], size[1]

@@ -23,6 +23,7 @@ from dflash_jax.engine.state import Caches, Emitted, Sampler, SamplingMode, Slot
 
 LEAST_CHUNK = 16  # tokens: prompts shorter than this share a compiled prefill
 LEAST_CACHE = 128  # slots: likewise for caches
+COLDEST, HOTTEST = 1e-6, 1e6  # temperatures: beyond them, nothing but the range of float32 would change
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,11 @@ def make_slots(sequences: list[Sequence], rows: int, vocab_size: int) -> Slots:
         return jnp.asarray(array)
 
     sampler = Sampler(
-        temperature=column([p.temperature for p in params], np.float32),
+        temperature=column([p.temperature and min(max(p.temperature, COLDEST), HOTTEST) for p in params], np.float32),
         top_p=column([p.top_p for p in params], np.float32),
-        top_k=column([p.top_k if p.top_k > 0 else vocab_size for p in params], np.int32),
+        top_k=column([min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params], np.int32),
         min_p=column([p.min_p for p in params], np.float32),
-        min_tokens=column([p.min_tokens for p in params], np.int32),
+        min_tokens=column([min(s.params.min_tokens, s.max_new_tokens) for s in sequences], np.int32),
         stop_ids=column([[*ids, *[-1] * (widest - len(ids))] for ids in stop_ids], np.int32, (widest,)),
         key=column([[s.seed >> 32, s.seed & 0xFFFFFFFF] for s in sequences], np.uint32, (2,)),
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dflash_jax.checkpoint.tokenizer import Tokenizer
 from dflash_jax.core import Prompt, RequestMetrics, RequestOutput, SamplingParams, is_int
@@ -64,7 +65,10 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int) ->
             )
         text, ids = prompt, tokenizer.encode(prompt)
     elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-        text, ids = None, list(prompt["prompt_token_ids"])
+        given = prompt["prompt_token_ids"]
+        if not isinstance(given, Iterable) or isinstance(given, str | bytes):
+            raise RequestError(f"prompt_token_ids of type {type(given).__name__} is not a list of token ids.")
+        text, ids = None, list(given)
     elif isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
         return tokenize(prompt["prompt"], tokenizer, vocab_size=vocab_size)
     else:
@@ -103,16 +107,18 @@ def check_params(
     return room if params.max_tokens is None else min(params.max_tokens, room)
 
 
-def one_each(
-    params: SamplingParams | Seq[SamplingParams] | None, default: SamplingParams, number: int
-) -> list[SamplingParams]:
+def one_each(params: SamplingParams | Seq[SamplingParams], number: int) -> list[SamplingParams]:
     """Sampling parameters for each of a number of prompts.
 
     Raises:
-        RequestError: there are more or fewer than prompts.
+        RequestError: they are something else, or more or fewer than prompts.
     """
-    if params is None or isinstance(params, SamplingParams):
-        return [params or default] * number
-    if len(params) != number:
-        raise RequestError(f"{len(params)} sampling_params for {number} prompts; give one, or one for each prompt.")
-    return list(params)
+    if isinstance(params, SamplingParams):
+        return [params] * number
+    listed: list[Any] = list(params) if isinstance(params, list | tuple) else [params]
+    for each in listed:
+        if not isinstance(each, SamplingParams):
+            raise RequestError(f"sampling_params of type {type(each).__name__} are not SamplingParams.")
+    if len(listed) != number:
+        raise RequestError(f"{len(listed)} sampling_params for {number} prompts; give one, or one for each prompt.")
+    return listed
