@@ -93,16 +93,15 @@ class Engine:
         return not (self.scheduler.waiting or self.scheduler.running or self._in_flight)
 
     def step(self) -> list[Sequence]:
-        """Enqueue a chunk of prompts and a round, then read what earlier steps emitted; returns what changed."""
+        """Enqueue a chunk of prompts and a round, then read all but that round; returns what changed."""
         for running in self.scheduler.admit():
             self._sampler_rows[running.slot] = running.sequence
             self._sampler = None
-        earlier = len(self._in_flight)
         self._enqueue_chunk()
         rounds, changed = self._reserve_rounds()
         if rounds:
             self._enqueue_round(rounds)
-        return changed + self._read(min(earlier, len(self._in_flight) - bool(rounds)))
+        return changed + self._read(len(self._in_flight) - bool(rounds))
 
     def _enqueue_chunk(self) -> None:
         """Prefill the next part of the prompts that came first."""
