@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.cache.kv import DenseKVCache
+from dflash_jax.cache.dense import DenseKVCache
 from dflash_jax.config import DraftConfig, TargetConfig, draft_config, target_config
 from dflash_jax.models.tables import checkpoint_shape, checkpoint_table
 
