@@ -42,7 +42,7 @@ def copy_bandwidth() -> float:
     return 2 * x.nbytes / seconds(program, (x,), 1)
 
 
-def compile_all(lowered: dict[Any, Callable[[], Any]], workers: int = 8) -> dict[Any, Any]:
+def compile_all(lowered: dict[Any, Callable[[], Any]], workers: int = 16) -> dict[Any, Any]:
     """Lowers and compiles every program, several at a time; a NotImplementedError becomes its sentence."""
 
     def build(make: Callable[[], Any]) -> Any:

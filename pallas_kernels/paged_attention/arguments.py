@@ -129,6 +129,15 @@ def key_range(
     return low, jnp.where(last >= first, high, low)
 
 
+def page_range(low: Any, high: Any, page_size: int) -> tuple[Any, Any]:
+    """Half-open range of the pages that hold positions low..high-1, empty if these are none, wherever ``low`` lies.
+
+    It bounds every read: a page outside it may have been given back, and its entry in the page table be anything.
+    """
+    first = low // page_size
+    return first, jnp.where(high > low, (high + page_size - 1) // page_size, first)
+
+
 def _spec(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}"
 

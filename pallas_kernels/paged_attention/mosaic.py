@@ -42,6 +42,8 @@ def refusal(args: Arguments) -> str | None:
     """Why the Mosaic backend cannot do this call, or None."""
     T, H = args.q.shape[1], args.q.shape[-1]
     dtype = args.k_pages.dtype
+    if args.q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"The Mosaic paged attention takes bf16, f16 and f32 queries; these are {args.q.dtype}."
     if dtype not in (jnp.bfloat16, jnp.float16) and not _compat.is_fp8(dtype):
         return f"The Mosaic paged attention reads bf16, f16, e4m3 and e5m2 pages; these are {dtype}."
     if H not in (64, 128, 256):
@@ -78,7 +80,9 @@ def _shared_memory(args: Arguments, config: Config) -> int:
     """Bytes of shared memory of a CTA, barriers apart."""
     H, S, size = args.q.shape[-1], args.page_size, args.k_pages.dtype.itemsize
     ring = config.consumers * (config.stages * 2 * S * H * size + config.wide * S * H * 2)
-    return ring + ROWS * H * (terms(args.k_pages.dtype) * size + 4) + 4 * ROWS * 4
+    merging = ROWS * H * 4 if config.consumers > 1 else 0
+    queries = ROWS * H * (terms(args.k_pages.dtype) * size + (args.q.dtype.itemsize if config.wide else 0))
+    return ring + queries + merging + 5 * ROWS * 4
 
 
 def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[Array, "B T N H"]:
@@ -89,10 +93,12 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     B, T, _, H = args.q.shape
     K, rows = args.kv_heads, T * args.group
     blocks = pl.cdiv(rows, ROWS)
-    out_rows = ROWS if blocks > 1 else pl.cdiv(rows, 8) * 8
+    out_rows = pl.cdiv(rows, 8) * 8 if blocks == 1 and config.consumers > 1 else ROWS
     row_bounds, block_bounds = bounds(args, blocks)
-    q, factor = packed(args, blocks)
-    inputs = _compat.vary_alike(block_bounds, row_bounds, args.page_table, factor, q, args.k_pages, args.v_pages)
+    inputs = _compat.vary_alike(
+        block_bounds, row_bounds, args.page_table, args.scores_scale, packed(args, blocks, out_rows), args.k_pages,
+        args.v_pages,
+    )  # fmt: skip
     sums = (B, K, config.splits, blocks, ROWS)
     acc, highest, total = plgpu.kernel(
         functools.partial(attend, config=config, out_rows=out_rows),
@@ -112,18 +118,21 @@ def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
     H, S, dtype = args.q.shape[-1], args.page_size, args.k_pages.dtype
     slots, wide = config.consumers * config.stages, config.consumers * config.wide
     scratch = {
-        "q_s": _tiled((terms(dtype), ROWS, H), dtype),
+        "q_s": _tiled((terms(dtype) * ROWS, H), dtype),
         "bounds_s": plgpu.SMEM((2, ROWS), jnp.int32),
         "factor_s": plgpu.SMEM((ROWS,), jnp.float32),
         "k_s": _tiled((slots, S, H), dtype),
         "v_s": _tiled((slots, S, H), dtype),
-        "acc_s": _tiled((ROWS, H), jnp.float32),
         "sums_s": plgpu.SMEM((2, ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(num_arrivals=terms(dtype) + 2),
+        "q_full": plgpu.Barrier(num_arrivals=2),
+        "q_ready": plgpu.Barrier(),
         "done": plgpu.Barrier(),
         **{name: plgpu.Barrier(num_barriers=slots) for name in ("k_full", "k_empty", "v_full", "v_empty")},
     }
+    if config.consumers > 1:
+        scratch["acc_s"] = _tiled((ROWS, H), jnp.float32)
     if wide:
+        scratch["rows_s"] = _tiled((ROWS, H), args.q.dtype)
         scratch["wide_s"] = _tiled((wide, S, H), args.compute_dtype)
         scratch |= {name: plgpu.Barrier(num_barriers=wide) for name in ("wide_full", "wide_empty")}
     return scratch

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
+from pallas_kernels.paged_attention.arguments import page_range
 from pallas_kernels.paged_attention.rows import ROWS
 
 _LOWEST = -1e30  # start of a running maximum: finite, so that no difference of two maxima is inf - inf
@@ -29,8 +30,6 @@ class Config:
     consumers: int
     stages: int
     wide: int
-    ahead: bool = True
-    held: bool = False
 
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array]  # weighted values, running maximum, sum of the weights
@@ -60,15 +59,15 @@ class Work:
 
 
 def attend(
-    block_bounds: Any, row_bounds: Any, page_table: Any, factor: Any, q: Any, k_pages: Any, v_pages: Any,
+    block_bounds: Any, row_bounds: Any, page_table: Any, scores_scale: Any, q: Any, k_pages: Any, v_pages: Any,
     acc: Any, highest: Any, total: Any, *, config: Config, out_rows: int, **s: Any,
 ) -> None:  # fmt: skip
     """One CTA; ``s`` is its scratch."""
     split, head, block, b, me = (lax.axis_index(n) for n in ("split", "head", "block", "b", "warpgroup"))
     S = k_pages.shape[2]
     edges = [block_bounds[b, block, i] for i in range(4)]
-    begin, end = edges[0] // S, pl.cdiv(edges[1], S)
-    each = pl.cdiv(jnp.maximum(end - begin, 0), config.splits)
+    begin, end = page_range(edges[0], edges[1], S)
+    each = pl.cdiv(end - begin, config.splits)
     first = begin + split * each
     work = Work(first, jnp.maximum(jnp.minimum(each, end - first), 0), edges, config)
     place = (b, head, split, block)
@@ -82,6 +81,7 @@ def attend(
         @pl.when(work.count > 0)
         def _():
             plgpu.barrier_wait(s["q_full"])
+            _split_queries(me, scores_scale[head], s)
             _merge(_consume(work, me, s), me, config, out_rows, outputs, s)
 
         @pl.when((work.count == 0) & (me == 0))
@@ -102,18 +102,51 @@ def attend(
 
         @pl.when(work.count > 0)
         def _():
-            for term in range(q.shape[3]):
-                plgpu.copy_gmem_to_smem(q.at[b, head, block, term], s["q_s"].at[term], s["q_full"])
+            own = q.at[b, head, pl.ds(block * ROWS, out_rows)]
+            plgpu.copy_gmem_to_smem(own, s["rows_s" if config.wide else "q_s"].at[pl.ds(0, out_rows)], s["q_full"])
             plgpu.copy_gmem_to_smem(row_bounds.at[b, block], s["bounds_s"], s["q_full"])
-            plgpu.copy_gmem_to_smem(factor.at[b, head, block], s["factor_s"], s["q_full"])
             _produce(work, page_table.at[b], k_pages, v_pages, head, s)
 
 
 def _registers(config: Config) -> tuple[int, int, int]:
     """Registers of a thread of consumers, converter and producer; together at most what the CTA is launched with."""
-    return {(1, 0): (232, 0, 40), (2, 0): (232, 0, 40), (1, 1): (232, 128, 40), (2, 1): (208, 64, 24)}[
+    return {(1, 0): (232, 0, 40), (2, 0): (232, 0, 40), (1, 1): (232, 128, 40), (2, 1): (200, 80, 24)}[
         config.consumers, min(config.wide, 1)
     ]
+
+
+def _split_queries(me: Any, scores_scale: Any, s: dict[str, Any]) -> None:
+    """Leaves queries in ``q_s`` as their products want them, and in ``factor_s`` what makes those base-2 logits.
+
+    Over 16-bit pages they came so. Over fp8 pages the first consumer scales each row by the power of two that fills the
+    range of fp8 and splits it into fp8 terms, each of which holds what the ones before it rounded away: a bfloat16 is
+    their exact sum, unless it is tiny beside its row's largest. Rows that never came stay garbage.
+    """
+
+    def leave(factor: jax.Array) -> None:
+        s["factor_s"][...] = factor * scores_scale
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(s["q_ready"])
+
+    @pl.when(me == 0)
+    def _():
+        if "rows_s" not in s:
+            leave(plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1)))
+            return
+        H, dtype = s["rows_s"].shape[1], s["q_s"].dtype
+        layout = _copy_layout(H)
+        rest = _compat.smem_load(s["rows_s"], layout).astype(jnp.float32)
+        largest = jnp.maximum(jnp.maximum(rest.max(axis=1), (-rest).max(axis=1)), 1e-30)
+        room = lax.bitcast_convert_type(_compat.max_finite(dtype) / largest, jnp.int32)
+        scale = lax.bitcast_convert_type(room & 0x7F800000, jnp.float32)  # its exponent alone: a power of two
+        rest = rest * plgpu.layout_cast(lax.broadcast_in_dim(scale, rest.shape, [0]), layout)
+        for term in range(s["q_s"].shape[0] // ROWS):
+            part = rest.astype(dtype)
+            s["q_s"].at[pl.ds(term * ROWS, ROWS)][...] = part
+            rest = rest - part.astype(jnp.float32)
+        leave(1 / scale)
+
+    plgpu.barrier_wait(s["q_ready"])
 
 
 def _produce(work: Work, page_table: Any, k_pages: Any, v_pages: Any, head: Any, s: dict[str, Any]) -> None:
@@ -144,7 +177,6 @@ def _convert(work: Work, s: dict[str, Any]) -> None:
         plgpu.barrier_wait(s["v_full"].at[slot])
         values = _compat.smem_load(s["v_s"].at[slot], _copy_layout(s["v_s"].shape[-1]))
         plgpu.barrier_arrive(s["v_empty"].at[slot])
-        values = values.astype(s["wide_s"].dtype)
 
         @pl.when(turn > 0)
         def _():
@@ -158,19 +190,23 @@ def _convert(work: Work, s: dict[str, Any]) -> None:
 
 
 def _store_seen(values: jax.Array, target: Any, i: Any, work: Work) -> None:
-    """Stores the values of page i, those that no row sees as zeros: they may be NaN, and 0 * NaN is NaN."""
+    """Stores the values of page i, those that no row sees as zeros: they may be NaN, and 0 * NaN is NaN.
+
+    Converts in each branch apart: LLVM takes vectors to pieces, at two instructions an element, that both would share.
+    """
     S, H = values.shape
     seen = work.seen(i, S)
 
     @pl.when(seen)
     def _():
-        target[...] = values
+        target[...] = values.astype(target.dtype)
 
     @pl.when(jnp.logical_not(seen))
     def _():
         position = plgpu.broadcasted_iota(jnp.int32, (S, H), 0, layout=_copy_layout(H)) + (work.first + i) * S
         inside = (position >= work.edges[0]) & (position < work.edges[1])
-        target[...] = jnp.where(inside, values, jnp.zeros_like(values))
+        wide = values.astype(target.dtype)
+        target[...] = jnp.where(inside, wide, jnp.zeros_like(wide))
 
 
 def _copy_layout(H: int) -> Any:
@@ -192,10 +228,9 @@ def _consume(work: Work, me: Any, s: dict[str, Any]) -> _Sums:
     each = config.consumers
     row_low, row_high = (_compat.smem_load(s["bounds_s"].at[i], column) for i in range(2))
     factor = _compat.smem_load(s["factor_s"], column)
-    queries = [s["q_s"].at[term] for term in range(s["q_s"].shape[0])]
-    if config.held:
-        layout = plgpu.Layout.WGMMA_8BIT if config.wide else plgpu.Layout.WGMMA
-        queries = [_compat.smem_load(q, layout) for q in queries]
+    queries = [s["q_s"].at[pl.ds(term * ROWS, ROWS)] for term in range(s["q_s"].shape[0] // ROWS)]
+    if config.wide:  # fp8 queries are few enough to stay in registers, which spares shared memory a third of its reads
+        queries = [_compat.smem_load(q, plgpu.Layout.WGMMA_8BIT) for q in queries]
 
     def multiply(ref: Any, j: Any) -> None:
         slot = work.slot(j * each + me, config.stages)[0]
@@ -231,10 +266,7 @@ def _consume(work: Work, me: Any, s: dict[str, Any]) -> _Sums:
 
     def step(j: Any, carry: Any, masked: bool) -> Any:
         scores, sums = carry
-        if config.ahead:
-            return products(j + 1, lambda: add(j, scores, sums, masked))
-        sums = add(j, scores, sums, masked)
-        return products(j + 1)[0], sums
+        return products(j + 1, lambda: add(j, scores, sums, masked))
 
     start = (
         plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), plgpu.Layout.WGMMA),
@@ -247,10 +279,10 @@ def _consume(work: Work, me: Any, s: dict[str, Any]) -> _Sums:
     plain_to = jnp.clip(_turns(work.edges[3] // S - work.first - me, each), plain_from, last)
     nothing = plgpu.layout_cast(jnp.zeros((ROWS, S), jnp.float32), plgpu.Layout.WGMMA)
     scores = lax.fori_loop(0, jnp.minimum(count, 1), lambda j, _: products(j)[0], nothing)
-    carry = (scores, start)
-    for begin, end, masked in ((0, plain_from, True), (plain_from, plain_to, False), (plain_to, last, True)):
-        carry = lax.fori_loop(begin, end, functools.partial(step, masked=masked), carry)
-    scores, sums = carry
+    masked, plain = functools.partial(step, masked=True), functools.partial(step, masked=False)
+    carry = lax.fori_loop(0, plain_from, masked, (scores, start))
+    carry = lax.fori_loop(plain_from, plain_to, plain, carry)
+    scores, sums = lax.fori_loop(plain_to, last, masked, carry)
     return lax.fori_loop(last, count, lambda j, sums: add(j, scores, sums, True), sums)
 
 
@@ -283,12 +315,13 @@ def _across(x: jax.Array, width: int) -> jax.Array:
     return lax.broadcast_in_dim(x, (ROWS, width), [0])
 
 
-def _merge(
-    sums: _Sums, me: Any, config: Config, out_rows: int,
-    outputs: list[Any], s: dict[str, Any],
-) -> None:  # fmt: skip
+def _merge(sums: _Sums, me: Any, config: Config, out_rows: int, outputs: list[Any], s: dict[str, Any]) -> None:
     """Merges the consumers' sums and writes those of the CTA: all rows of highest and total, ``out_rows`` of acc."""
     acc, highest, total = sums
+    if config.consumers == 1:  # straight from registers: there may be no shared memory left to lay it out in
+        outputs[0][...] = acc
+        _write_sums(highest, total, outputs, s)
+        return
     column = plgpu.Layout.WGMMA.reduce(1)
 
     @pl.when(me > 0)
@@ -300,19 +333,15 @@ def _merge(
 
     @pl.when(me == 0)
     def _():
-        merged, top, whole = acc, highest, total
-        if config.consumers > 1:
-            plgpu.barrier_wait(s["done"])
-            other_acc = _compat.smem_load(s["acc_s"], plgpu.Layout.WGMMA)
-            other_highest, other_total = (_compat.smem_load(s["sums_s"].at[i], column) for i in range(2))
-            top = jnp.maximum(highest, other_highest)
-            mine, others = jnp.exp2(highest - top), jnp.exp2(other_highest - top)
-            merged = acc * _across(mine, acc.shape[1]) + other_acc * _across(others, acc.shape[1])
-            whole = total * mine + other_total * others
-        s["acc_s"][...] = merged
+        plgpu.barrier_wait(s["done"])
+        other_highest, other_total = (_compat.smem_load(s["sums_s"].at[i], column) for i in range(2))
+        new = jnp.maximum(highest, other_highest)
+        mine, others = jnp.exp2(highest - new), jnp.exp2(other_highest - new)
+        other_acc = _compat.smem_load(s["acc_s"], plgpu.Layout.WGMMA)
+        s["acc_s"][...] = acc * _across(mine, acc.shape[1]) + other_acc * _across(others, acc.shape[1])
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s["acc_s"].at[pl.ds(0, out_rows)], outputs[0])
-        _write_sums(top, whole, outputs, s)
+        _write_sums(new, total * mine + other_total * others, outputs, s)
 
 
 def _write_sums(highest: jax.Array, total: jax.Array, outputs: list[Any], s: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
@@ -19,41 +18,16 @@ def terms(dtype: jnp.dtype) -> int:
     return -(-8 // (jnp.finfo(dtype).nmant + 1))
 
 
-def packed(args: Arguments, blocks: int) -> tuple[Float[Array, "B K blocks terms R H"], Float[Array, "B K blocks R"]]:
-    """Queries as rows (token * group + head of the group) of each kv head, and what their products are multiplied by.
+def packed(args: Arguments, blocks: int, block_rows: int) -> Float[Array, "B K R H"]:
+    """Queries as rows (token * group + head of the group) of each kv head, in whole blocks of ``block_rows`` rows.
 
-    Over 16-bit pages a query is one term in their dtype. Over fp8 pages each row is scaled to fill the range of fp8 and
-    split into fp8 terms, each of which holds what the ones before it rounded away; their sum is the scaled query.
-    The product of terms and keys, times a row's factor, is a base-2 logit. Padding rows are zeros.
+    Over 16-bit pages in their dtype; over fp8 pages as they are, for the kernel to split into ``terms``.
     """
     B, T, _, H = args.q.shape
-    K, group, dtype = args.kv_heads, args.group, jnp.dtype(args.k_pages.dtype)
-    q = jnp.swapaxes(args.q.astype(jnp.float32).reshape(B, T, K, group, H), 1, 2).reshape(B, K, T * group, H)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, blocks * ROWS - T * group), (0, 0))).reshape(B, K, blocks, 1, ROWS, H)
-    factor = jnp.broadcast_to(args.scores_scale[None, :, None, None], (B, K, blocks, ROWS))
-    if not _compat.is_fp8(dtype):
-        return q.astype(dtype), factor
-    largest = jnp.max(jnp.abs(q), axis=(3, 5), keepdims=True)
-    scale = jnp.where(largest > 0, largest, 1.0) * (1 / _reduced_max(dtype))
-    return _split(q / scale, dtype), factor * scale[:, :, :, 0, :, 0]
-
-
-def _reduced_max(dtype: jnp.dtype) -> float:
-    """A number near the top of the range of an IEEE format with this dtype's bits, which ``reduce_precision`` knows.
-
-    e4m3fn goes to 448 because it gave up infinity; in IEEE's terms its range ends at 240.
-    """
-    return 224.0 if dtype == jnp.float8_e4m3fn else 49152.0
-
-
-def _split(x: Float[Array, "B K blocks 1 R H"], dtype: jnp.dtype) -> Float[Array, "B K blocks terms R H"]:
-    """``reduce_precision`` rounds, where XLA may take a cast to fp8 and back for nothing."""
-    info, parts = jnp.finfo(dtype), []
-    for _ in range(terms(dtype) - 1):
-        part = lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-        parts.append(part.astype(dtype))
-        x = x - part
-    return jnp.concatenate([*parts, x.astype(dtype)], axis=3)
+    K, group, dtype = args.kv_heads, args.group, args.k_pages.dtype
+    q = args.q if _compat.is_fp8(dtype) else args.q.astype(dtype)
+    q = jnp.swapaxes(q.reshape(B, T, K, group, H), 1, 2).reshape(B, K, T * group, H)
+    return jnp.pad(q, ((0, 0), (0, 0), (0, blocks * block_rows - T * group), (0, 0)))
 
 
 def bounds(args: Arguments, blocks: int) -> tuple[Int[Array, "B blocks 2 R"], Int[Array, "B blocks 4"]]:

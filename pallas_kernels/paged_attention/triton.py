@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
 from pallas_kernels.masks import visible
-from pallas_kernels.paged_attention.arguments import Arguments, key_range
+from pallas_kernels.paged_attention.arguments import Arguments, key_range, page_range
 from pallas_kernels.paged_attention.combine import combine
 from pallas_kernels.paged_attention.splits import best_splits
 
@@ -64,7 +64,7 @@ def default_config(args: Arguments) -> Config:
     warps = 8 if block * H > 64 * 128 else 4
     stages = 2 if _compat.is_fp8(args.k_pages.dtype) or H > 128 else 3
     programs = B * args.kv_heads * pl.cdiv(rows, block)
-    per_sm = 1 if warps == 8 else 2
+    per_sm = {16: 8, 32: 4, 64: 2, 128: 1}[block] if warps == 4 else 1
     splits = best_splits(programs, args.page_table.shape[1], _compat.sm_count() * per_sm)
     return Config(block=block, splits=splits, num_warps=warps, num_stages=stages)
 
@@ -117,7 +117,7 @@ def _attend(
     low, high = key_range(
         args, length, tokens, lowest, row_block * block // group, (row_block * block + block - 1) // group
     )
-    first, last = _share(low // S, pl.cdiv(high, S), split, config.splits)
+    first, last = _share(*page_range(low, high, S), split, config.splits)
 
     @pl.when((last > first) | (config.splits == 1))
     def _():
@@ -169,7 +169,7 @@ def _attend(
 
 def _share(first: Any, last: Any, split: Any, splits: int) -> tuple[Any, Any]:
     """The pages of one split: all but the last non-empty one get equally many."""
-    each = pl.cdiv(jnp.maximum(last - first, 0), splits)
+    each = pl.cdiv(last - first, splits)
     begin = first + split * each
     return begin, jnp.minimum(begin + each, last)
 

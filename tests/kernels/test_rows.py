@@ -1,0 +1,113 @@
+"""What the Mosaic kernel is given, which a CPU can check: packed queries, their fp8 terms, what each row sees."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import mosaic
+from pallas_kernels.paged_attention.arguments import checked, key_range, page_range
+from pallas_kernels.paged_attention.rows import ROWS, bounds, packed, terms
+from tests.kernels.cases import BF16, E4M3, E5M2, Geometry, random_call, visible_keys
+
+GEOMETRIES = [
+    Geometry(B=4, T=16, N=8, K=2, M=4),
+    Geometry(B=4, T=16, N=8, K=2, M=4, mask="block", window=21),
+    Geometry(B=4, T=5, N=6, K=2, M=4, window=3),
+    Geometry(B=4, T=20, N=8, K=1, M=4, mask="block"),
+]
+
+
+def arguments(geometry, **changes):
+    call = random_call(geometry, 0, [64, 33, 20, 0], [geometry.T, 3, 0, 0], [0, 31, 0, 0], scales=True)
+    for name, value in changes.items():
+        setattr(call, name, value)
+    return call, checked(*call.arguments, scale=None, **call.options)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_bounds_are_what_the_mask_shows(geometry):
+    call, args = arguments(geometry)
+    group = geometry.N // geometry.K
+    blocks = -(-geometry.T * group // ROWS)
+    rows, union = (np.asarray(x) for x in bounds(args, blocks))
+    for b in range(geometry.B):
+        for block in range(blocks):
+            tokens = {r // group for r in range(block * ROWS, min((block + 1) * ROWS, geometry.T * group))}
+            seen = [visible_keys(call, b, t) for t in sorted(tokens) if t < call.q_length[b]]
+            for r in range(block * ROWS, min((block + 1) * ROWS, geometry.T * group)):
+                if r // group < call.q_length[b]:
+                    low, high = rows[b, block, :, r % ROWS]
+                    assert list(range(low, high)) == visible_keys(call, b, r // group)
+            every = sorted(set().union(*map(set, seen)))
+            low, high = union[b, block, :2]
+            assert list(range(low, high)) == every or (high <= low and not every)
+            if seen:
+                common = set.intersection(*map(set, seen))
+                assert set(range(*union[b, block, 2:])) == common
+            else:
+                assert high <= low
+
+
+@pytest.mark.parametrize("S", [16, 64])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_only_pages_with_visible_keys_are_read(geometry, S):
+    """Reading one more would follow an entry of the page table that may be anything: on a GPU, an illegal address."""
+    geometry = dataclasses.replace(geometry, S=S)
+    for valid_from in ([0, 0, 0, 0], [0, 31, 17, 40]):
+        call = random_call(geometry, 0, [64, 33, 20, 50], [geometry.T, 3, 0, 2], valid_from)
+        args = checked(*call.arguments, scale=None, **call.options)
+        for b in range(geometry.B):
+            scalars = (jnp.int32(x[b]) for x in (call.kv_length, call.q_length, call.valid_from))
+            low, high = key_range(args, *scalars, jnp.int32(0), jnp.int32(geometry.T - 1))
+            needed = {j // S for t in range(geometry.T) for j in visible_keys(call, b, t)}
+            assert set(range(*map(int, page_range(low, high, S)))) == needed
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(BF16, 1), (E4M3, 2), (E5M2, 3)])
+def test_terms_of_a_query_hold_all_bits_of_bfloat16(dtype, count):
+    """The split of the kernel, in numpy: after ``terms`` roundings nothing is left, as long as nothing underflows."""
+    assert terms(jnp.dtype(dtype)) == count
+    rng = np.random.default_rng(0)
+    x = np.asarray(np.asarray(rng.uniform(1, 200, 4096), BF16), np.float32)
+    for _ in range(count):
+        x = x - np.asarray(np.asarray(x, dtype), np.float32)
+    assert (x == 0).all()
+
+
+def test_packed_rows_are_tokens_times_heads():
+    call, args = arguments(Geometry(B=4, T=3, N=6, K=2, M=4, dtype=E4M3))
+    rows = np.asarray(packed(args, 1, 16), np.float32)
+    assert rows.shape == (4, 2, 16, 64)
+    for token in range(3):
+        for head in range(6):
+            np.testing.assert_array_equal(rows[:, head // 3, token * 3 + head % 3], np.float32(call.q[:, token, head]))
+    assert (rows[:, :, 9:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("geometry", "sentence"),
+    [
+        (Geometry(B=1, T=1, N=1, K=1, H=64, S=64, dtype=jnp.float32), "these are float32"),
+        (Geometry(B=1, T=1, N=1, K=1, H=32, S=64), "a head size of 64, 128 or 256; this is 32"),
+        (Geometry(B=1, T=1, N=1, K=1, H=64, S=16), "pages of 64 tokens; these hold 16"),
+        (Geometry(B=1, T=65, N=8, K=2, H=64, S=64), "65 tokens x 4 heads are 260"),
+    ],
+)
+def test_mosaic_refuses_in_a_sentence(geometry, sentence):
+    call = random_call(geometry, 0, [3], [1])
+    args = checked(*call.arguments, scale=None, **call.options)
+    with pytest.raises(NotImplementedError, match=sentence):
+        mosaic.paged_attention(args)
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3, E5M2], ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_the_default_fits_a_multiprocessor(dtype, H):
+    call = random_call(Geometry(B=1, T=16, N=4, K=1, H=H, S=64, M=2, dtype=dtype), 0, [100], [16])
+    config = mosaic.default_config(checked(*call.arguments, scale=None, **call.options))
+    assert config.stages >= 2
+    assert (config.wide > 0) == (dtype != BF16)
