@@ -48,6 +48,10 @@ class LLM:
         max_num_seqs: most sequences that run side by side.
         max_num_batched_tokens: most prompt tokens processed in one step, over all sequences.
         num_speculative_tokens: drafts a round, at most the drafter's block_size - 1 (the default).
+        page_size: tokens a page of the KV cache.
+        enable_prefix_caching: keep the pages of past prompts, and take them up again for a prompt that begins alike.
+        gpu_memory_utilization: share of the device's memory for parameters and KV cache.
+        kv_cache_memory_bytes: memory for the KV cache of all devices together; overrides the share.
         seed: of the seeds drawn for requests that bring none.
 
     Raises:
@@ -67,6 +71,10 @@ class LLM:
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 8192,
         num_speculative_tokens: int | None = None,
+        page_size: int = 64,
+        enable_prefix_caching: bool = True,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_memory_bytes: int | None = None,
         seed: int = 0,
     ):
         if model is None:
@@ -84,6 +92,10 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             num_speculative_tokens=num_speculative_tokens,
             tensor_parallel_size=tensor_parallel_size,
+            page_size=page_size,
+            enable_prefix_caching=enable_prefix_caching,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
         )
         self.tokenizer = Tokenizer.of(folder)
         self.generation_config = _read_generation_config(folder)

@@ -35,7 +35,7 @@ from safetensors.flax import save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.cache.kv import DenseKVCache
+from dflash_jax.cache.dense import DenseKVCache
 from dflash_jax.checkpoint.loader import Params
 from dflash_jax.config import DecoderConfig, DraftConfig, TargetConfig, draft_config, target_config
 from dflash_jax.models.dflash import DraftModel

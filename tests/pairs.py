@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from dflash_jax import LLM, SamplingParams
+from dflash_jax.cache.dense import DenseKVCache
 from dflash_jax.config import DraftConfig, TargetConfig, draft_config, target_config
 from dflash_jax.models.tables import checkpoint_shape, checkpoint_table
 
@@ -61,6 +63,12 @@ def write_model(folder: Path, raw: dict, seed: int, scale: float = 0.25) -> Path
     config = draft_config(raw, num_target_layers=TARGET["num_hidden_layers"]) if is_draft else target_config(raw)
     save_file(random_tensors(config, seed, scale), folder / "model.safetensors")
     return folder
+
+
+def empty_cache(config: TargetConfig | DraftConfig, slots: int) -> DenseKVCache:
+    """A dense float32 cache for one sequence."""
+    shape = (1, slots, config.num_key_value_heads, config.head_dim)
+    return DenseKVCache.zeros(config.num_hidden_layers, shape, jnp.float32)
 
 
 def prompt(*token_ids: int) -> dict:

@@ -263,6 +263,10 @@ def options(**changes):
         "max_num_seqs": 2,
         "max_num_batched_tokens": 64,
         "tensor_parallel_size": 1,
+        "page_size": 16,
+        "enable_prefix_caching": True,
+        "gpu_memory_utilization": 0.9,
+        "kv_cache_memory_bytes": None,
     }
     return EngineConfig.of(target_config(TARGET), draft_config(DRAFT), **(defaults | changes))
 
@@ -288,6 +292,9 @@ OPTIONAL = {"dtype": "auto", "kv_cache_dtype": "auto", "num_speculative_tokens":
         ({"max_model_len": 513}, ["513", "512"]),
         ({"max_model_len": 0}, ["max_model_len=0"]),
         ({"max_num_seqs": 0}, ["max_num_seqs=0"]),
+        ({"page_size": 0}, ["page_size=0"]),
+        ({"gpu_memory_utilization": 1.5}, ["gpu_memory_utilization=1.5"]),
+        ({"kv_cache_memory_bytes": -1}, ["kv_cache_memory_bytes=-1"]),
         ({"num_speculative_tokens": 6}, ["6", "1 to 5"]),
         ({"num_speculative_tokens": 0}, ["0", "1 to 5"]),
     ],

@@ -6,18 +6,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dflash_jax.cache.kv import DenseKVCache
 from dflash_jax.models.dflash import DraftModel
 from dflash_jax.models.target import TargetModel
-from tests.pairs import GOLDEN, GOLDEN_PAIRS, golden_cases, golden_llm, greedy, prompt
+from tests.pairs import GOLDEN, GOLDEN_PAIRS, empty_cache, golden_cases, golden_llm, greedy, prompt
 
 RELATIVE = 2e-4
-
-
-def empty_cache(config, slots):
-    return DenseKVCache.zeros(
-        config.num_hidden_layers, (1, slots, config.num_key_value_heads, config.head_dim), jnp.float32
-    )
 
 
 def assert_close(found, expected):

@@ -19,6 +19,7 @@ from tests.pairs import (
     GOLDEN,
     MASK,
     TARGET,
+    empty_cache,
     golden_cases,
     golden_llm,
     greedy,
@@ -171,7 +172,7 @@ def test_logprobs(drafter):
     engine = llm.engine
     target, _ = steps.bind((engine.target.params, {}), steps.StepSpec(engine.target.config, None, 1, "greedy", None))
     positions = jax.numpy.arange(len(tokens))[None]
-    hidden, _, _ = target(jax.numpy.array([tokens]), positions, engine._make_caches(1, len(tokens)).target)
+    hidden, _, _ = target(jax.numpy.array([tokens]), positions, empty_cache(engine.target.config, len(tokens)))
     expected = np.asarray(jax.nn.log_softmax(target.logits(hidden)[0]))
     start, total = len(case["input_ids"]) - 1, 0.0
     for i, (token, entries) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax import LLM
-from dflash_jax.cache.kv import DenseKVCache
+from dflash_jax.cache.dense import DenseKVCache
 from dflash_jax.models.dflash import DraftModel
 from dflash_jax.models.target import TargetModel
 from tests import oracle

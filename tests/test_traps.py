@@ -10,15 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax import llm as llm_module
 from dflash_jax.config import LayerMask
 from dflash_jax.engine import round as steps
 from dflash_jax.models.dflash import DraftModel
 from dflash_jax.models.layers import DecoderLayer, rms_norm
-from tests.pairs import golden_cases, golden_llm, greedy, prompt, tokens_of
+from tests.pairs import empty_cache, golden_cases, golden_llm, greedy, prompt, tokens_of
 
 PAIR = "qwen3_swa_tied"
 CASE = golden_cases(PAIR)[3]  # 61 prompt tokens; the drafter is right about every block of 16
 BLOCK = 16
+CHUNK = 32  # of prefill
+MASK_TOKEN = 191
+PAGE = 8
 
 
 @pytest.fixture(autouse=True)
@@ -44,71 +48,80 @@ def patch_context(monkeypatch, change):
 def patch_draft(monkeypatch, change):
     """`change(slots)` is what the drafter believes instead."""
     original = steps.draft_block
-    monkeypatch.setattr(
-        steps,
-        "draft_block",
-        lambda target, draft, slots, cache, block: original(target, draft, change(slots), cache, block),
-    )
+
+    def draft_block(target, draft, slots, positions, cache):
+        believed = change(slots)
+        return original(target, draft, believed, positions + (believed.length - slots.length)[:, None], cache)
+
+    monkeypatch.setattr(steps, "draft_block", draft_block)
 
 
-def patch_config(llm, **changes):
-    draft = llm.engine.draft
-    llm.engine.draft = replace(draft, config=replace(draft.config, **changes))
+def patch_config(monkeypatch, change):
+    """The drafter's configuration is read as `change(config)` instead."""
+    original = llm_module.draft_config
+    monkeypatch.setattr(llm_module, "draft_config", lambda *args, **options: change(original(*args, **options)))
 
 
-def block_kv_left_in_the_cache(monkeypatch, llm):
+def patch_masks(monkeypatch, change):
+    patch_config(monkeypatch, lambda config: replace(config, layers=tuple(map(change, config.layers))))
+
+
+def patch_taps(monkeypatch, change):
+    patch_config(monkeypatch, lambda config: replace(config, target_layer_ids=tuple(change(config.target_layer_ids))))
+
+
+def block_kv_left_in_the_cache(monkeypatch):
     def skip_rounds(features, positions):
         return features, jnp.full_like(positions, -1) if features.shape[1] == BLOCK else positions
 
     patch_context(monkeypatch, skip_rounds)
 
 
-def length_counts_unverified_tokens(monkeypatch, llm):
+def length_counts_unverified_tokens(monkeypatch):
     patch_draft(monkeypatch, lambda slots: replace(slots, length=slots.length + BLOCK - 1))
 
 
-def context_and_block_share_positions(monkeypatch, llm):
+def context_and_block_share_positions(monkeypatch):
     patch_draft(monkeypatch, lambda slots: replace(slots, length=slots.length - 1))
 
 
-def crop_at_the_wrong_end(monkeypatch, llm):
+def crop_at_the_wrong_end(monkeypatch):
     def keep_the_end(features, positions):
         return (features[:, ::-1] if features.shape[1] == BLOCK else features), positions
 
     patch_context(monkeypatch, keep_the_end)
 
 
-def later_prefill_chunks_leave_no_context(monkeypatch, llm):
+def later_prefill_chunks_leave_no_context(monkeypatch):
     def first_chunk_only(features, positions):
         if features.shape[1] == BLOCK:  # a round
             return features, positions
-        return features, jnp.where(positions < features.shape[1], positions, -1)
+        return features, jnp.where(positions < CHUNK, positions, -1)
 
-    llm.engine.config = replace(llm.engine.config, max_num_batched_tokens=32)
     patch_context(monkeypatch, first_chunk_only)
 
 
-def trained_window_ignored(monkeypatch, llm):
-    patch_config(llm, layers=tuple(LayerMask(mask.mask, None) for mask in llm.engine.draft.config.layers))
+def trained_window_ignored(monkeypatch):
+    patch_masks(monkeypatch, lambda mask: LayerMask(mask.mask, None))
 
 
-def sliding_layers_not_causal(monkeypatch, llm):
-    patch_config(llm, layers=tuple(LayerMask("block", mask.window) for mask in llm.engine.draft.config.layers))
+def sliding_layers_not_causal(monkeypatch):
+    patch_masks(monkeypatch, lambda mask: LayerMask("block", mask.window))
 
 
-def full_layers_causal_in_the_block(monkeypatch, llm):
-    patch_config(llm, layers=tuple(LayerMask("causal", mask.window) for mask in llm.engine.draft.config.layers))
+def full_layers_causal_in_the_block(monkeypatch):
+    patch_masks(monkeypatch, lambda mask: LayerMask("causal", mask.window))
 
 
-def tap_ids_shifted_by_one(monkeypatch, llm):
-    patch_config(llm, target_layer_ids=tuple(i + 1 for i in llm.engine.draft.config.target_layer_ids))
+def tap_ids_shifted_by_one(monkeypatch):
+    patch_taps(monkeypatch, lambda ids: (i + 1 for i in ids))
 
 
-def taps_in_another_order(monkeypatch, llm):
-    patch_config(llm, target_layer_ids=tuple(reversed(llm.engine.draft.config.target_layer_ids)))
+def taps_in_another_order(monkeypatch):
+    patch_taps(monkeypatch, reversed)
 
 
-def rows_predict_the_next_token(monkeypatch, llm):
+def rows_predict_the_next_token(monkeypatch):
     original = DraftModel.__call__
 
     def shifted(self, block, positions, cache):
@@ -118,12 +131,11 @@ def rows_predict_the_next_token(monkeypatch, llm):
     monkeypatch.setattr(DraftModel, "__call__", shifted)
 
 
-def anchor_slot_holds_the_mask(monkeypatch, llm):
-    mask = llm.engine.draft.config.mask_token_id
-    patch_draft(monkeypatch, lambda slots: replace(slots, anchor=jnp.full_like(slots.anchor, mask)))
+def anchor_slot_holds_the_mask(monkeypatch):
+    patch_draft(monkeypatch, lambda slots: replace(slots, anchor=jnp.full_like(slots.anchor, MASK_TOKEN)))
 
 
-def context_goes_through_the_input_norm(monkeypatch, llm):
+def context_goes_through_the_input_norm(monkeypatch):
     original = DecoderLayer.write_context
 
     def normed(self, context, rope, positions, cache):
@@ -133,9 +145,8 @@ def context_goes_through_the_input_norm(monkeypatch, llm):
     monkeypatch.setattr(DecoderLayer, "write_context", normed)
 
 
-def rope_of_another_theta(monkeypatch, llm):
-    rope = llm.engine.draft.config.rope
-    patch_config(llm, rope=replace(rope, theta=rope.theta * 100))
+def rope_of_another_theta(monkeypatch):
+    patch_config(monkeypatch, lambda config: replace(config, rope=replace(config.rope, theta=1e6)))
 
 
 BUGS = [
@@ -158,8 +169,8 @@ BUGS = [
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_bug_would_be_caught(monkeypatch, bug):
-    llm = golden_llm(PAIR)
-    bug(monkeypatch, llm)
+    bug(monkeypatch)
+    llm = golden_llm(PAIR, max_num_batched_tokens=CHUNK)
     cases = golden_cases(PAIR)
     outputs = llm.generate([prompt(*case["input_ids"]) for case in cases], greedy(80))
     assert tokens_of(outputs) == [case["output_ids"] for case in cases]
@@ -176,15 +187,19 @@ def test_healthy_code_has_the_acceptance_of_the_reference():
 
 def test_drafter_context_holds_features_and_nothing_of_the_block():
     """After a round, every position below n holds what write_context gives for the whole text at once."""
-    llm = golden_llm(PAIR)
+    llm = golden_llm(PAIR, page_size=PAGE)
     engine, text = llm.engine, CASE["input_ids"] + CASE["output_ids"]
     kept = {}
     original = steps.run_round
 
-    def spy(params, slots, caches, *, spec):
-        kept["slots"], kept["caches"], emitted = original(params, slots, caches, spec=spec)
-        kept["length"], kept["keys"] = int(kept["slots"].length[0]), [np.asarray(k) for k in kept["caches"].draft.keys]
-        return kept["slots"], kept["caches"], emitted
+    def spy(params, slots, caches, tables, sampler, active, *, spec):
+        slots, caches, emitted = original(params, slots, caches, tables, sampler, active, spec=spec)
+        kept["length"], kept["full"], kept["sliding"] = (
+            int(slots.length[0]),
+            *map(np.asarray, (tables.full[0], tables.sliding[0])),
+        )
+        kept["keys"], kept["group_of"] = [np.asarray(k) for k in caches.draft.keys], caches.draft.group_of
+        return slots, caches, emitted
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dflash_jax.engine.engine.run_round", spy)
@@ -192,27 +207,35 @@ def test_drafter_context_holds_features_and_nothing_of_the_block():
 
     length = kept["length"]
     spec = steps.StepSpec(engine.target.config, engine.draft.config, BLOCK, "greedy", None)
-    target, draft = steps.bind((engine.target.params, engine.draft.params), spec)
+    target, draft = steps.bind(engine.params, spec)
     positions = jnp.arange(length)[None]
-    empty = engine._make_caches(1, length)
-    _, features, _ = target(jnp.array([text[:length]]), positions, empty.target, draft.config.target_layer_ids)
-    expected = draft.write_context(features, positions, empty.draft)
-    for found, wanted in zip(kept["keys"], expected.keys, strict=True):
-        np.testing.assert_allclose(found[0, :length], wanted[0], atol=2e-5)
+    _, features, _ = target(
+        jnp.array([text[:length]]), positions, empty_cache(target.config, length), draft.config.target_layer_ids
+    )
+    expected = draft.write_context(features, positions, empty_cache(draft.config, length))
+    for keys, group, wanted in zip(kept["keys"], kept["group_of"], expected.keys, strict=True):
+        table = kept["sliding"] if group else kept["full"]
+        for position in range(length):
+            page, offset = table[position // PAGE], position % PAGE
+            if page >= 0:
+                np.testing.assert_allclose(keys[page, :, offset], wanted[0, position], atol=2e-5)
+        kept_positions = sum(table[position // PAGE] >= 0 for position in range(length))
+        assert kept_positions == length if not group else 12 <= kept_positions < length
 
 
-@pytest.mark.parametrize("shared", ["target_layer_ids", "layers"])
-def test_taps_and_masks_are_part_of_the_compile_key(shared):
-    llm = golden_llm(PAIR)
-    config = llm.engine.draft.config
-    other = {
-        "target_layer_ids": tuple(reversed(config.target_layer_ids)),
-        "layers": tuple(LayerMask("block", mask.window) for mask in config.layers),
-    }
-    llm.generate(prompt(5), greedy(4))
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda config: replace(config, target_layer_ids=tuple(reversed(config.target_layer_ids))),
+        lambda config: replace(config, layers=tuple(LayerMask("block", mask.window) for mask in config.layers)),
+    ],
+    ids=["taps", "masks"],
+)
+def test_taps_and_masks_are_part_of_the_compile_key(monkeypatch, other):
+    golden_llm(PAIR).generate(prompt(5), greedy(4))
     before = steps.run_round._cache_size()
-    llm.generate(prompt(6), greedy(4))
+    golden_llm(PAIR).generate(prompt(6), greedy(4))
     assert steps.run_round._cache_size() == before
-    patch_config(llm, **{shared: other[shared]})
-    llm.generate(prompt(5), greedy(4))
+    patch_config(monkeypatch, other)
+    golden_llm(PAIR).generate(prompt(5), greedy(4))
     assert steps.run_round._cache_size() == before + 1

@@ -30,6 +30,10 @@ class EngineConfig:
     max_num_batched_tokens: int
     num_speculative_tokens: int  # 0 without a drafter
     tensor_parallel_size: int
+    page_size: int
+    enable_prefix_caching: bool
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None  # None: what the device has left
 
     @staticmethod
     def of(
@@ -40,6 +44,9 @@ class EngineConfig:
         kv_cache_dtype: str,
         max_model_len: int | None,
         num_speculative_tokens: int | None,
+        enable_prefix_caching: bool,
+        gpu_memory_utilization: float,
+        kv_cache_memory_bytes: int | None,
         **sizes: int,
     ) -> EngineConfig:
         """Resolve the options against the models.
@@ -53,6 +60,10 @@ class EngineConfig:
         for name, value in {"max_model_len": longest, **sizes}.items():
             if not is_int(value) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be an integer of at least 1.")
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization={gpu_memory_utilization!r} must be in (0, 1].")
+        if kv_cache_memory_bytes is not None and (not is_int(kv_cache_memory_bytes) or kv_cache_memory_bytes < 1):
+            raise ConfigError(f"kv_cache_memory_bytes={kv_cache_memory_bytes!r} must be an integer of at least 1.")
         if longest > target.max_position_embeddings:
             raise ConfigError(
                 f"max_model_len={longest} exceeds the model's max_position_embeddings="
@@ -63,6 +74,9 @@ class EngineConfig:
             kv_cache_dtype=_choose("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES, compute.name),
             max_model_len=longest,
             num_speculative_tokens=_num_drafts(num_speculative_tokens, draft),
+            enable_prefix_caching=enable_prefix_caching,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
             **sizes,
         )
 

@@ -6,97 +6,115 @@ Source of the rules: arXiv 2602.06036 section 4.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from dflash_jax.checkpoint.loader import Params
 from dflash_jax.engine.sampling import logprobs_of, sample
-from dflash_jax.engine.state import Caches, Emitted, Slots, StepSpec
+from dflash_jax.engine.state import Caches, Chunk, Emitted, Sampler, Slots, StepSpec, Tables
 from dflash_jax.models.dflash import DraftModel
 from dflash_jax.models.layers import KVCache
 from dflash_jax.models.target import TargetModel
 
+Tree = TypeVar("Tree")
+
 
 @partial(jax.jit, static_argnames="spec", donate_argnames=("slots", "caches"))
 def run_round(
-    params: tuple[Params, Params], slots: Slots, caches: Caches, *, spec: StepSpec
+    params: tuple[Params, Params],
+    slots: Slots,
+    caches: Caches,
+    tables: Tables,
+    sampler: Sampler,
+    active: Bool[Array, " B"],
+    *,
+    spec: StepSpec,
 ) -> tuple[Slots, Caches, Emitted]:
-    """Draft a block, verify it with the target, commit what it confirmed.
+    """Draft a block, verify it with the target, commit what it confirmed; for the first B slots.
 
     Args:
         params: the target's, and the drafter's (empty without one).
-        slots: the sequences; donated.
-        caches: their keys and values; donated.
+        slots: all slots; donated.
+        caches: all pools; donated.
+        tables: of the first B slots.
+        sampler: of all slots.
+        active: which of the B slots take part; the others write and emit nothing.
         spec: static.
 
     Returns:
-        The slots and caches after the round, and the tokens it emitted: at least one for each active
-        sequence, at most G = `spec.block`.
+        The slots and caches after the round, and the tokens it emitted: at least one for each active slot, at
+        most G = `spec.block`.
     """
     target, draft = bind(params, spec)
-    positions = slots.block_positions(spec.block)
-    block = slots.anchor[:, None]
+    own = first_rows(slots, len(active))
+    own_sampler = first_rows(sampler, len(active))
+    caches = caches.through(tables)
+    positions = jnp.where(active[:, None], own.length[:, None] + jnp.arange(spec.block), -1)
+    block = own.anchor[:, None]
     if draft is not None:
-        drafts, draft_cache = draft_block(target, draft, slots, caches.draft, spec.block)
+        drafts, draft_cache = draft_block(target, draft, own, positions, caches.draft)
         block = jnp.concatenate([block, drafts], axis=1)
-        caches = replace(caches, draft=draft_cache)
+        caches = caches.with_draft(draft_cache)
 
     hidden, features, target_cache = target(block, positions, caches.target, taps(spec))
-    caches = replace(caches, target=target_cache)
+    caches = caches.with_target(target_cache)
     logits = target.logits(hidden)
-    emitted_before = slots.emitted[:, None] + jnp.arange(spec.block)
-    tokens = sample(logits, positions + 1, emitted_before, slots.sampler, spec.sampling)
+    emitted_before = own.emitted[:, None] + jnp.arange(spec.block)
+    tokens = sample(logits, positions + 1, emitted_before, own_sampler, spec.sampling)
     count = accepted(tokens, block[:, 1:]) + 1
 
     if draft is not None:
         confirmed = jnp.arange(spec.block) < count[:, None]
         context_positions = jnp.where(confirmed, positions, -1)
-        caches = replace(caches, draft=draft.write_context(features, context_positions, caches.draft))
+        caches = caches.with_draft(draft.write_context(features, context_positions, caches.draft))
     last = jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)[:, 0]
-    emitted = Emitted(tokens, jnp.where(slots.active, count, 0), logprobs_of(logits, tokens, spec.num_logprobs))
-    return slots.advance(count, last), caches, emitted
+    count = jnp.where(active, count, 0)
+    after = Slots(anchor=jnp.where(active, last, own.anchor), length=own.length + count, emitted=own.emitted + count)
+    slots = jax.tree.map(lambda whole, part: whole.at[: len(active)].set(part), slots, after)
+    return slots, caches.pools(), Emitted(tokens, count, logprobs_of(logits, tokens, spec.num_logprobs))
 
 
 @partial(jax.jit, static_argnames="spec", donate_argnames=("slots", "caches"))
 def prefill_chunk(
-    params: tuple[Params, Params],
-    slots: Slots,
-    caches: Caches,
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
-    *,
-    spec: StepSpec,
+    params: tuple[Params, Params], slots: Slots, caches: Caches, chunk: Chunk, sampler: Sampler, *, spec: StepSpec
 ) -> tuple[Slots, Caches, Emitted]:
-    """Process a chunk of prompts, and emit the first token of the sequences whose prompt ends in it.
-
-    `slots.length` is the length of the prompt meanwhile.
+    """Process a part of R prompts, and emit the first token of the sequences whose prompt ends in it.
 
     Args:
         params: the target's, and the drafter's (empty without one).
-        slots: the sequences; donated.
-        caches: filled up to the chunk; donated.
-        tokens: of the chunk.
-        positions: absolute, -1 for padding.
+        slots: all slots; donated. Those of the chunk are set up to decode from the end of their prompt.
+        caches: all pools, filled up to the chunk; donated.
+        chunk: the part.
+        sampler: of all slots.
         spec: static.
     """
     target, draft = bind(params, spec)
-    hidden, features, target_cache = target(tokens, positions, caches.target, taps(spec))
-    caches = replace(caches, target=target_cache)
+    caches = caches.through(chunk.tables)
+    hidden, features, target_cache = target(chunk.tokens, chunk.positions, caches.target, taps(spec))
+    caches = caches.with_target(target_cache)
     if draft is not None:
-        caches = replace(caches, draft=draft.write_context(features, positions, caches.draft))
+        caches = caches.with_draft(draft.write_context(features, chunk.positions, caches.draft))
 
-    is_last = positions == slots.length[:, None] - 1
-    ends = is_last.any(axis=1) & slots.active
+    is_last = chunk.positions == chunk.length[:, None] - 1
+    is_new = chunk.anchor < 0
     logits = target.logits(jnp.take_along_axis(hidden, is_last.argmax(axis=1)[:, None, None], axis=1))
-    first = sample(logits, slots.length[:, None], slots.emitted[:, None], slots.sampler, spec.sampling)
-    slots = replace(
-        slots, anchor=jnp.where(ends, first[:, 0], slots.anchor), emitted=slots.emitted + ends.astype(jnp.int32)
+    own_sampler = jax.tree.map(lambda whole: whole.at[chunk.rows].get(mode="clip"), sampler)
+    first = sample(logits, chunk.length[:, None], chunk.emitted[:, None], own_sampler, spec.sampling)
+    count = (is_last.any(axis=1) & is_new).astype(jnp.int32)
+    ready = Slots(
+        anchor=jnp.where(is_new, first[:, 0], chunk.anchor), length=chunk.length, emitted=chunk.emitted + count
     )
-    return slots, caches, Emitted(first, ends.astype(jnp.int32), logprobs_of(logits, first, spec.num_logprobs))
+    slots = jax.tree.map(lambda whole, part: whole.at[chunk.rows].set(part, mode="drop"), slots, ready)
+    return slots, caches.pools(), Emitted(first, count, logprobs_of(logits, first, spec.num_logprobs))
+
+
+def first_rows(tree: Tree, number: int) -> Tree:
+    """The first rows of every array."""
+    return jax.tree.map(lambda array: array[:number], tree)
 
 
 def bind(params: tuple[Params, Params], spec: StepSpec) -> tuple[TargetModel, DraftModel | None]:
@@ -111,12 +129,12 @@ def taps(spec: StepSpec) -> tuple[int, ...]:
 
 
 def draft_block(
-    target: TargetModel, draft: DraftModel, slots: Slots, cache: KVCache, block: int
-) -> tuple[Int[Array, "B {block}-1"], KVCache]:
+    target: TargetModel, draft: DraftModel, slots: Slots, positions: Int[Array, "B G"], cache: KVCache
+) -> tuple[Int[Array, "B G-1"], KVCache]:
     """The drafter's tokens for positions n+1..n+G-1, from the anchor and G-1 mask tokens at n..n+G-1."""
-    masked = jnp.full((slots.anchor.shape[0], block - 1), draft.config.mask_token_id, jnp.int32)
+    masked = jnp.full_like(positions[:, 1:], draft.config.mask_token_id)
     embedded = target.embed(jnp.concatenate([slots.anchor[:, None], masked], axis=1))
-    hidden, cache = draft(embedded, slots.block_positions(block), cache)
+    hidden, cache = draft(embedded, positions, cache)
     # Row j predicts the token at its own position; the anchor's is already known.
     return draft.tokens(hidden[:, 1:], target.head), cache
 

@@ -7,8 +7,9 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
+from dflash_jax.cache.paged import PagedKVCache
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.models.layers import KVCache
 
@@ -54,45 +55,90 @@ class Sampler:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slots:
-    """State of B sequences on the device.
+    """State of B slots that only the device knows in time; donated from step to step.
 
     Attributes:
         anchor: last emitted token, not yet processed by the target.
         length: n, tokens processed by the target; the anchor's position.
         emitted: tokens emitted so far.
-        active: False for sequences that have ended; they write nothing.
-        sampler: their sampling parameters.
     """
 
     anchor: Int[Array, " B"]
     length: Int[Array, " B"]
     emitted: Int[Array, " B"]
-    active: Bool[Array, " B"]
-    sampler: Sampler
 
-    def block_positions(self, block: int) -> Int[Array, "B G"]:
-        """Positions n..n+G-1 of each sequence, -1 for those that have ended."""
-        positions = self.length[:, None] + jnp.arange(block)
-        return jnp.where(self.active[:, None], positions, -1)
 
-    def advance(self, count: Int[Array, " B"], last: Int[Array, " B"]) -> Slots:
-        """After a round: `count` more tokens are processed and emitted, `last` is the new anchor."""
-        count = jnp.where(self.active, count, 0)
-        return replace(
-            self,
-            anchor=jnp.where(self.active, last, self.anchor),
-            length=self.length + count,
-            emitted=self.emitted + count,
-        )
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tables:
+    """Page tables of B slots, one a KV group; a negative entry keeps nothing.
+
+    Attributes:
+        full: of the target's layers and the drafter's full layers.
+        sliding: of the drafter's sliding layers.
+        sliding_from: first position that the sliding layers have keys of; a prefix hit leaves a gap before it.
+    """
+
+    full: Int[Array, "B M"]
+    sliding: Int[Array, "B M"]
+    sliding_from: Int[Array, " B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Chunk:
+    """A part of the prompts of R sequences, to be prefilled.
+
+    Attributes:
+        rows: their slots; beyond the last slot for padding.
+        tokens: of the chunk.
+        positions: absolute, -1 for padding behind the tokens.
+        length: of each whole prompt.
+        emitted: tokens that a sequence had emitted before it was preempted; they are part of its prompt.
+        anchor: its last emitted token then, -1 for a sequence whose first token is still to be sampled.
+        tables: page tables of the R sequences.
+    """
+
+    rows: Int[Array, " R"]
+    tokens: Int[Array, "R T"]
+    positions: Int[Array, "R T"]
+    length: Int[Array, " R"]
+    emitted: Int[Array, " R"]
+    anchor: Int[Array, " R"]
+    tables: Tables
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Caches:
-    """Keys and values of the target and of the drafter's context; without a drafter the latter has no layers."""
+    """Pools of the target and of the drafter's context; without a drafter the latter has no layers."""
 
-    target: KVCache
-    draft: KVCache
+    target: PagedKVCache
+    draft: PagedKVCache
+
+    def through(self, tables: Tables) -> Caches:
+        """The caches seen through the page tables of a step."""
+        everything = jnp.zeros_like(tables.sliding_from)
+        return Caches(
+            target=replace(self.target, tables=(tables.full,), valid_from=(everything,)),
+            draft=replace(
+                self.draft, tables=(tables.full, tables.sliding), valid_from=(everything, tables.sliding_from)
+            ),
+        )
+
+    def with_target(self, cache: KVCache) -> Caches:
+        """After the target wrote to its cache."""
+        assert isinstance(cache, PagedKVCache)
+        return replace(self, target=cache)
+
+    def with_draft(self, cache: KVCache) -> Caches:
+        """After the drafter wrote to its cache."""
+        assert isinstance(cache, PagedKVCache)
+        return replace(self, draft=cache)
+
+    def pools(self) -> Caches:
+        """Without the tables."""
+        return Caches(*(replace(cache, tables=(), valid_from=()) for cache in (self.target, self.draft)))
 
 
 @jax.tree_util.register_dataclass

@@ -1,4 +1,4 @@
-"""The dense KV cache: one [B, S, K, H] array for keys and one for values of each layer."""
+"""A dense KV cache, one slot a position: for training and tests, where nothing is shared or given back."""
 
 from __future__ import annotations
 
@@ -19,22 +19,16 @@ from pallas_kernels.masks import visible
 class DenseKVCache:
     """A `models.layers.KVCache` with S slots for each of B sequences; position p of a sequence is slot p.
 
-    Arrays of layers are separate, so that a donated cache is updated in place. fp8 caches store at scale 1,
-    clipped: a cast beyond the range would be NaN or infinity.
+    Attention is plain jnp over all slots, and differentiable.
     """
 
     keys: list[Float[Array, "B S K H"]]
     values: list[Float[Array, "B S K H"]]
 
     @staticmethod
-    def zeros(
-        num_layers: int,
-        shape: tuple[int, int, int, int],
-        dtype: DTypeLike,
-        sharding: jax.sharding.Sharding | None = None,
-    ) -> DenseKVCache:
+    def zeros(num_layers: int, shape: tuple[int, int, int, int], dtype: DTypeLike) -> DenseKVCache:
         """An empty cache of arrays of shape [B, S, K, H]."""
-        keys, values = ([jnp.zeros(shape, dtype, device=sharding) for _ in range(num_layers)] for _ in range(2))
+        keys, values = ([jnp.zeros(shape, dtype) for _ in range(num_layers)] for _ in range(2))
         return DenseKVCache(keys, values)
 
     def write(
@@ -48,8 +42,8 @@ class DenseKVCache:
         slots = self.keys[layer].shape[1]
         where = (jnp.arange(k.shape[0])[:, None], jnp.where(positions < 0, slots, positions))
         keys, values = list(self.keys), list(self.values)
-        keys[layer] = keys[layer].at[where].set(_narrow(k, keys[layer].dtype), mode="drop")
-        values[layer] = values[layer].at[where].set(_narrow(v, values[layer].dtype), mode="drop")
+        keys[layer] = keys[layer].at[where].set(k.astype(keys[layer].dtype), mode="drop")
+        values[layer] = values[layer].at[where].set(v.astype(values[layer].dtype), mode="drop")
         return replace(self, keys=keys, values=values)
 
     def attend(
@@ -76,11 +70,3 @@ class DenseKVCache:
         weights = jnp.where(seen[:, None, None], weights, 0.0).astype(q.dtype)
         out = jnp.einsum("bkgts,bskh->btkgh", weights, values, precision=precision)
         return out.reshape(B, T, N, H)
-
-
-def _narrow(x: Array, dtype: DTypeLike) -> Array:
-    """Cast to the cache's dtype without leaving its range."""
-    if jnp.finfo(dtype).bits < jnp.finfo(x.dtype).bits:
-        limit = float(jnp.finfo(dtype).max)
-        x = jnp.clip(x, -limit, limit)
-    return x.astype(dtype)

@@ -1,0 +1,96 @@
+"""The paged KV cache on the device: pools of pages, and the view of them that a step computes through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import LayerMask
+from pallas_kernels import paged_attention, write_kv
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedKVCache:
+    """A `models.layers.KVCache` over pages, one pool of keys and one of values a layer.
+
+    Layers that keep the same tokens form a group and share a page table. Pools are donated to every step and written in
+    place; the tables come with each step.
+
+    Attributes:
+        keys: pools [P, K, S, H]; P is that of the layer's group.
+        values: likewise.
+        tables: of each group, the page of every S positions of B sequences; a negative entry keeps nothing.
+        valid_from: of each group, the first position of each sequence that is kept.
+        group_of: the group of each layer.
+        mesh: kv heads are split over its axis `tp` where they divide; None on one device.
+    """
+
+    keys: list[Float[Array, "_ K S H"]]
+    values: list[Float[Array, "_ K S H"]]
+    tables: tuple[Int[Array, "B M"], ...] = ()
+    valid_from: tuple[Int[Array, " B"], ...] = ()
+    group_of: tuple[int, ...] = field(default=(), metadata={"static": True})
+    mesh: Mesh | None = field(default=None, metadata={"static": True})
+
+    def write(
+        self,
+        layer: int,
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        positions: Int[Array, "B T"],
+    ) -> PagedKVCache:
+        """Store k and v at their positions; negative ones, and those without a page, are skipped."""
+        table = self.tables[self.group_of[layer]]
+        page_size = self.keys[layer].shape[2]
+        page = jnp.take_along_axis(table, jnp.maximum(positions, 0) // page_size, axis=1, mode="fill", fill_value=-1)
+        slots = jnp.where((positions < 0) | (page < 0), -1, page * page_size + positions % page_size)
+        pool, token = PartitionSpec(None, "tp"), PartitionSpec(None, None, "tp")
+        write = self._per_device(write_kv, (pool, pool, token, token, PartitionSpec()), (pool, pool), layer)
+        keys, values = list(self.keys), list(self.values)
+        keys[layer], values[layer] = write(keys[layer], values[layer], k, v, slots)
+        return replace(self, keys=keys, values=values)
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "B T N H"],
+        positions: Int[Array, "B T"],
+        kv_length: Int[Array, " B"],
+        mask: LayerMask,
+    ) -> Float[Array, "B T N H"]:
+        """Attention over the pages; rows of negative position give zeros. Padding stands behind the real rows."""
+        group = self.group_of[layer]
+        q_length = (positions >= 0).sum(axis=1, dtype=jnp.int32)
+        attention = partial(_attention, mask=mask)
+        heads, pool, whole = PartitionSpec(None, None, "tp"), PartitionSpec(None, "tp"), PartitionSpec()
+        attend = self._per_device(attention, (heads, pool, pool, whole, whole, whole, whole), heads, layer)
+        tables = (self.tables[group], kv_length.astype(jnp.int32), q_length, self.valid_from[group])
+        return attend(q, self.keys[layer], self.values[layer], *tables)
+
+    def _per_device(self, function, in_specs, out_specs, layer):
+        """The function on each device's own kv heads; whole on every device where they do not divide."""
+        if self.mesh is None:
+            return function
+        if self.keys[layer].shape[1] % self.mesh.size:
+            in_specs, out_specs = jax.tree.map(lambda _: PartitionSpec(), (in_specs, out_specs))
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _attention(q, k_pages, v_pages, table, kv_length, q_length, valid_from, *, mask: LayerMask):
+    return paged_attention(
+        q,
+        k_pages,
+        v_pages,
+        table,
+        kv_length,
+        q_length,
+        mask=mask.mask,
+        window=mask.window,
+        valid_from=valid_from,
+    )

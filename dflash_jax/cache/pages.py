@@ -1,0 +1,100 @@
+"""Who owns which page: allocation, reference counts and the prefix cache. Pure host code; a page is a number here.
+
+A pool belongs to one KV group (layers that keep the same tokens). Pages that nobody owns are free; those that hold a
+whole page of some prompt keep their hash and can be taken up again until they are needed for something else, the
+least recently used first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+NO_PAGE = -1  # in a page table: nothing is kept here, writes are skipped
+PageHash = bytes
+
+
+class PagePool:
+    """The pages of one KV group."""
+
+    def __init__(self, num_pages: int):
+        self.num_pages = num_pages
+        self._owners: Counter[int] = Counter()
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))  # oldest first
+        self._page_of: dict[PageHash, int] = {}
+        self._hash_of: dict[int, PageHash] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be taken now, remembered ones included."""
+        return len(self._free)
+
+    def take(self, number: int) -> list[int] | None:
+        """Own that many pages of unknown content; None, and nothing taken, if there are fewer."""
+        if number > len(self._free):
+            return None
+        pages = []
+        for _ in range(number):
+            page, _ = self._free.popitem(last=False)
+            self._forget(page)
+            self._owners[page] = 1
+            pages.append(page)
+        return pages
+
+    def take_known(self, hashes: Iterable[PageHash]) -> list[int]:
+        """Own the pages of the longest known beginning of a chain of hashes."""
+        pages = []
+        for page_hash in hashes:
+            page = self._page_of.get(page_hash)
+            if page is None:
+                break
+            self._free.pop(page, None)
+            self._owners[page] += 1
+            pages.append(page)
+        return pages
+
+    def remember(self, page: int, page_hash: PageHash) -> None:
+        """Say what an owned page holds; the first page of a hash stays the known one."""
+        if page_hash not in self._page_of and page not in self._hash_of:
+            self._page_of[page_hash] = page
+            self._hash_of[page] = page_hash
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """Stop owning pages. The last is reused first: chains lose their end, not their beginning."""
+        for page in reversed(list(pages)):
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                del self._owners[page]
+                self._free[page] = None
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Every page is owned as often as it stands in the tables of running sequences, and none is lost.
+
+        Raises:
+            AssertionError: the counts disagree.
+        """
+        owned = Counter(page for table in tables for page in table if page != NO_PAGE)
+        assert owned == self._owners, f"pages owned {owned} but counted {self._owners}"
+        assert set(self._free).isdisjoint(owned), "an owned page is free"
+        assert len(self._free) + len(owned) == self.num_pages, (
+            f"{self.num_pages - len(self._free) - len(owned)} pages lost"
+        )
+        assert {page: h for h, page in self._page_of.items()} == self._hash_of, "the prefix cache contradicts itself"
+
+    def _forget(self, page: int) -> None:
+        page_hash = self._hash_of.pop(page, None)
+        if page_hash is not None:
+            del self._page_of[page_hash]
+
+
+def extend_hashes(hashes: list[PageHash], token_ids: Sequence[int], page_size: int) -> None:
+    """Append the hashes of the whole pages of a text that are not in the list yet.
+
+    A page's hash stands for everything up to its end.
+    """
+    for start in range(len(hashes) * page_size, len(token_ids) - page_size + 1, page_size):
+        page = np.asarray(token_ids[start : start + page_size], np.int32).tobytes()
+        hashes.append(hashlib.blake2b(hashes[-1] + page if hashes else page, digest_size=16).digest())

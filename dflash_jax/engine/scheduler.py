@@ -1,0 +1,233 @@
+"""Who runs: slots and pages for sequences, first come first served. Pure host code.
+
+A sequence is admitted when a slot and pages for its prompt are free, is prefilled in chunks, then takes part in every
+round. Its pages are reserved ahead of the rounds that are in flight. When pages run out, the sequence that came last
+gives its own back and waits again; what it has emitted becomes part of its prompt.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dflash_jax.cache.pages import NO_PAGE, PageHash, PagePool, extend_hashes
+from dflash_jax.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the paged cache.
+
+    Attributes:
+        page_size: S.
+        block: G, tokens that a round may write.
+        full_pages: of the group that keeps every token.
+        sliding_pages: of the group of sliding drafter layers.
+        window: W, the widest of these layers; None without any.
+        table_width: M, pages of the longest sequence.
+    """
+
+    page_size: int
+    block: int
+    full_pages: int
+    sliding_pages: int
+    window: int | None
+    table_width: int
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold positions 0..tokens-1."""
+        return -(-tokens // self.page_size)
+
+    def first_seen(self, length: int) -> int:
+        """The first position that a query at `length` or later can see in a sliding layer."""
+        assert self.window is not None
+        return max(length - self.window + 1, 0)
+
+
+@dataclass(eq=False)
+class Running:
+    """A sequence that holds a slot and pages.
+
+    Attributes:
+        sequence: what it completes.
+        slot: its row on the device.
+        text: tokens to prefill: the prompt, and all that was emitted before a preemption but the last token.
+        prefilled: how many of them are in the cache.
+        in_flight: rounds that are enqueued and not yet read.
+        full: pages of the full group.
+        sliding: pages of the sliding group from page `sliding_start` on.
+        hashes: of the whole pages that the prefix cache knows of.
+    """
+
+    sequence: Sequence
+    slot: int
+    text: list[int]
+    prefilled: int
+    full: list[int] = field(default_factory=list)
+    sliding: deque[int] = field(default_factory=deque)
+    sliding_start: int = 0
+    hashes: list[PageHash] = field(default_factory=list)
+    in_flight: int = 0
+    released: bool = False
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether it takes part in rounds."""
+        return self.prefilled == len(self.text)
+
+    @property
+    def length(self) -> int:
+        """Tokens that the target has certainly processed; rounds in flight will have processed more."""
+        return max(len(self.text), len(self.sequence.prompt_token_ids) + len(self.sequence.output.token_ids) - 1)
+
+    @property
+    def may_emit(self) -> bool:
+        """Whether the rounds in flight leave it anything to emit."""
+        emitted = max(len(self.sequence.output.token_ids), 1) + self.in_flight
+        return not self.released and self.is_prefilled and emitted < self.sequence.max_new_tokens
+
+
+class Scheduler:
+    """Waiting and running sequences, their slots, pages and page tables."""
+
+    def __init__(self, layout: Layout, max_num_seqs: int, *, prefix_caching: bool):
+        self.layout = layout
+        self.prefix_caching = prefix_caching
+        self.full, self.sliding = PagePool(layout.full_pages), PagePool(layout.sliding_pages)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Running] = []  # oldest first
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.full_table = np.full((max_num_seqs, layout.table_width), NO_PAGE, np.int32)
+        self.sliding_table = self.full_table.copy()
+        self.sliding_from = np.zeros(max_num_seqs, np.int32)
+
+    def admit(self) -> list[Running]:
+        """Start waiting sequences while there are slots and pages for them."""
+        admitted = []
+        while self.waiting and self._free_slots:
+            running = self._start(self.waiting[0])
+            if running is None:
+                break
+            self.waiting.popleft()
+            admitted.append(running)
+        return admitted
+
+    def reserve_round(self, running: Running) -> bool:
+        """Own the pages that a further round may write; False, and nothing changed, if there are too few."""
+        layout = self.layout
+        ends = layout.pages_for(running.length + (running.in_flight + 1) * layout.block)
+        if layout.window is not None:
+            self._recycle(running)
+        kept = running.sliding_start + len(running.sliding)
+        full = self.full.take(max(ends - len(running.full), 0))
+        sliding = self.sliding.take(0 if layout.window is None else max(ends - kept, 0))
+        if full is None or sliding is None:
+            self.full.give_back(full or [])
+            self.sliding.give_back(sliding or [])
+            return False
+        self._grow(running, full, sliding)
+        return True
+
+    def remember(self, running: Running) -> None:
+        """Let others share the whole pages that are certainly written."""
+        if not self.prefix_caching:
+            return
+        known, size = len(running.hashes), self.layout.page_size
+        written = running.length if running.is_prefilled else running.prefilled
+        if written // size <= known:
+            return
+        text = running.sequence.prompt_token_ids + running.sequence.output.token_ids
+        extend_hashes(running.hashes, text[:written], size)
+        for index in range(known, len(running.hashes)):
+            self.full.remember(running.full[index], running.hashes[index])
+            if index >= running.sliding_start and running.sliding:
+                self.sliding.remember(running.sliding[index - running.sliding_start], running.hashes[index])
+
+    def release(self, running: Running) -> None:
+        """Give back the slot and the pages of a sequence."""
+        running.released = True
+        self.running.remove(running)
+        self._free_slots.append(running.slot)
+        self._free_slots.sort(reverse=True)  # low slots first: rounds run over the first few
+        self.full.give_back(running.full)
+        self.sliding.give_back(running.sliding)
+        self.full_table[running.slot] = self.sliding_table[running.slot] = NO_PAGE
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence that waits or runs; one that does neither is ignored."""
+        self.waiting = deque(waiting for waiting in self.waiting if waiting is not sequence)
+        for running in [r for r in self.running if r.sequence is sequence]:
+            self.release(running)
+
+    def preempt_last(self) -> Running:
+        """Make the sequence that came last wait again, in front of all others."""
+        last = self.running[-1]
+        self.release(last)
+        self.waiting.appendleft(last.sequence)
+        return last
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every page is owned as often as counted, and none is lost."""
+        self.full.check_integrity([r.full for r in self.running])
+        self.sliding.check_integrity([r.sliding for r in self.running])
+        assert len(self._free_slots) + len(self.running) == len(self.full_table), "a slot is lost"
+
+    def _start(self, sequence: Sequence) -> Running | None:
+        layout, emitted = self.layout, sequence.output.token_ids
+        text = [*sequence.prompt_token_ids, *emitted[:-1]]
+        hashes: list[PageHash] = []
+        if self.prefix_caching:
+            # The last token of a prompt is always processed: its logits are wanted.
+            extend_hashes(hashes, text[:-1], layout.page_size)
+        full = self.full.take_known(hashes)
+        hit = len(full)
+        sliding, start = self._take_known_window(hashes[:hit], len(text))
+        ends = layout.pages_for(len(text) + layout.block)
+        more = self.full.take(ends - hit)
+        more_sliding = self.sliding.take(0 if layout.window is None else ends - start - len(sliding))
+        if more is None or more_sliding is None:
+            self.full.give_back([*full, *(more or [])])
+            self.sliding.give_back([*sliding, *(more_sliding or [])])
+            return None
+        running = Running(sequence, self._free_slots.pop(), text, prefilled=hit * layout.page_size)
+        running.hashes, running.sliding_start = hashes[:hit], start
+        self.sliding_from[running.slot] = (start if sliding else hit) * layout.page_size
+        self._grow(running, [*full, *more], [*sliding, *more_sliding])
+        self.running.append(running)
+        return running
+
+    def _take_known_window(self, hashes: list[PageHash], length: int) -> tuple[list[int], int]:
+        """The known sliding pages right before a hit's end that a text of this length still sees.
+
+        Returns:
+            The pages, and the index of the first page that the text keeps. What the window would see before it is
+            masked: it costs some acceptance, never the hit.
+        """
+        if self.layout.window is None:
+            return [], 0
+        first = self.layout.first_seen(length) // self.layout.page_size
+        pages: deque[int] = deque()
+        for index in range(len(hashes) - 1, first - 1, -1):
+            known = self.sliding.take_known([hashes[index]])
+            if not known:
+                break
+            pages.appendleft(known[0])
+        return list(pages), max(first, len(hashes) - len(pages))
+
+    def _grow(self, running: Running, full: list[int], sliding: list[int]) -> None:
+        start = len(running.full)
+        running.full += full
+        self.full_table[running.slot, start : len(running.full)] = full
+        start = running.sliding_start + len(running.sliding)
+        running.sliding.extend(sliding)
+        self.sliding_table[running.slot, start : start + len(sliding)] = sliding
+
+    def _recycle(self, running: Running) -> None:
+        """Give back sliding pages that neither the window nor a coming write can touch."""
+        seen = self.layout.first_seen(running.length) // self.layout.page_size
+        while running.sliding and running.sliding_start < seen:
+            self.sliding.give_back([running.sliding.popleft()])
+            self.sliding_table[running.slot, running.sliding_start] = NO_PAGE
+            running.sliding_start += 1
