@@ -119,6 +119,7 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
         scratch_types=_scratch(args, config),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*inputs)
+    acc, highest, total, *_ = _compat.vary_alike(acc, highest, total, *inputs)  # Mosaic's outputs do not say so
     highest, total = (x[..., :out_rows].reshape(B, K, config.splits, -1) for x in (highest, total))
     return combine_jnp(acc.reshape(B, K, config.splits, -1, H), highest, total, args=args)
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 
 import pallas_kernels
-from pallas_kernels import paged_attention, write_kv
+from pallas_kernels import _compat, paged_attention, write_kv
 from tests.kernels.cases import BF16, E4M3, PAGE_DTYPES, cuda_lowering
 
 TARGETS = {"triton": "xla.gpu.triton", "mosaic": "mosaic_gpu"}
@@ -79,16 +79,42 @@ def test_one_place_silences_and_one_knows_versions():
 
 
 @pytest.mark.parametrize("implementation", TARGETS)
-def test_sharded_lowering_checks_what_varies(implementation):
-    """With check_vma on, as users run it: outputs must say that they vary over the mesh axis of the heads."""
+def test_sharded_lowering_knows_what_varies(implementation):
+    """With check_vma on, as users run it: the output varies over the mesh axis of the heads, and says so."""
     if len(jax.devices()) < 4:
         pytest.skip("needs 4 devices")
-    mesh = Mesh(jax.devices()[:4], ("tp",))
-    f = jax.shard_map(
+    shard = functools.partial(
+        jax.shard_map,
         functools.partial(paged_attention, implementation=implementation),
-        mesh=mesh,
+        mesh=Mesh(jax.devices()[:4], ("tp",)),
         in_specs=(Spec(None, None, "tp"), Spec(None, "tp"), Spec(None, "tp"), Spec(), Spec()),
-        out_specs=Spec(None, None, "tp"),
     )
-    text = jax.jit(f).trace(*arguments(16, 32, 8, 128, E4M3)).lower(lowering_platforms=("cuda",)).as_text()
-    assert TARGETS[implementation] in text
+
+    def lower(out_specs: Spec) -> str:
+        traced = jax.jit(shard(out_specs=out_specs)).trace(*arguments(16, 32, 8, 128, E4M3))
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    assert TARGETS[implementation] in lower(Spec(None, None, "tp"))
+    with pytest.raises(ValueError, match="out_specs"):
+        lower(Spec())
+
+
+@pytest.mark.parametrize(
+    ("capability", "shape", "dtype", "target"),
+    [
+        ((9, 0), "verify", E4M3, "mosaic_gpu"),
+        ((9, 0), "verify", BF16, "mosaic_gpu"),
+        ((9, 0), "decode", BF16, "xla.gpu.triton"),
+        ((9, 0), "decode", E4M3, "mosaic_gpu"),
+        ((9, 0), "verify-mqa-256", E4M3, "xla.gpu.triton"),
+        ((9, 0), "prefill", E4M3, "xla.gpu.triton"),
+        ((9, 0), "verify", jnp.float32, None),
+        ((8, 9), "verify", E4M3, "xla.gpu.triton"),
+        ((8, 0), "verify", E4M3, None),
+        (None, "verify", E4M3, None),
+    ],
+)
+def test_the_public_function_picks(monkeypatch, capability, shape, dtype, target):
+    monkeypatch.setattr(_compat, "compute_capability", lambda: capability)
+    text = cuda_lowering(lambda *args: paged_attention(*args), *arguments(*SHAPES[shape], dtype))  # traced anew
+    assert [x for x in TARGETS.values() if x in text] == ([] if target is None else [target])

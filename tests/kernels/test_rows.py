@@ -16,6 +16,7 @@ from tests.kernels.cases import BF16, E4M3, E5M2, Geometry, random_call, visible
 GEOMETRIES = [
     Geometry(B=4, T=16, N=8, K=2, M=4),
     Geometry(B=4, T=16, N=8, K=2, M=4, mask="block", window=21),
+    Geometry(B=4, T=16, N=8, K=2, M=4, mask="block", window=5),
     Geometry(B=4, T=5, N=6, K=2, M=4, window=3),
     Geometry(B=4, T=20, N=8, K=1, M=4, mask="block"),
 ]
