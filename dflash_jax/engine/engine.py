@@ -207,9 +207,10 @@ class Engine:
         return list(changed.values())
 
     def _tables(self, slots: np.ndarray) -> Tables:
-        """Page tables of some slots, no wider than the longest sequence that runs."""
+        """Page tables of some slots, no wider than the sequences that run can grow, so that a width compiles once."""
         scheduler = self.scheduler
-        widest = max((len(r.full) for r in scheduler.running), default=1)
+        longest = max(len(s.prompt_token_ids) + s.max_new_tokens for s in (r.sequence for r in scheduler.running))
+        widest = self.layout.pages_for(longest + 2 * self.block)
         width = min(max(power_of_two(widest), LEAST_TABLE), self.layout.table_width)
         return Tables(
             full=jnp.asarray(scheduler.full_table[slots, :width]),
