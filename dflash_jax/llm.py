@@ -24,7 +24,7 @@ from dflash_jax.config import (
     read_json,
     target_config,
 )
-from dflash_jax.core import SEED_LIMIT, CompletionOutput, Prompt, RequestOutput, SamplingParams, TokensPrompt
+from dflash_jax.core import SEED_LIMIT, CompletionOutput, Prompt, RequestOutput, SamplingParams, TokensPrompt, is_int
 from dflash_jax.engine.engine import Engine, Model
 from dflash_jax.engine.request import Request, check_params, one_each, tokenize
 from dflash_jax.engine.sequence import Sequence
@@ -52,7 +52,7 @@ class LLM:
         enable_prefix_caching: keep the pages of past prompts, and take them up again for a prompt that begins alike.
         gpu_memory_utilization: share of the device's memory for parameters and KV cache.
         kv_cache_memory_bytes: memory for the KV cache of all devices together; overrides the share.
-        seed: of the seeds drawn for requests that bring none.
+        seed: of the seeds drawn for requests that bring none; None makes every run differ.
 
     Raises:
         ConfigError: an unknown architecture, a drafter that does not fit, or an impossible option.
@@ -75,8 +75,10 @@ class LLM:
         enable_prefix_caching: bool = True,
         gpu_memory_utilization: float = 0.9,
         kv_cache_memory_bytes: int | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
     ):
+        if seed is not None and not is_int(seed):
+            raise ConfigError(f"seed={seed!r} must be an integer.")
         if model is None:
             model, draft_model = EMBEDDED / "target", draft_model or EMBEDDED / "draft"
         folder = resolve_folder(model)

@@ -12,10 +12,11 @@ from dflash_jax import LLM
 from dflash_jax.checkpoint.folder import resolve_folder
 from dflash_jax.checkpoint.loader import load_params
 from dflash_jax.checkpoint.safetensors import list_tensors
+from dflash_jax.checkpoint.tokenizer import Tokenizer
 from dflash_jax.config import draft_config, target_config
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models.tables import checkpoint_shape, checkpoint_table, parameter_path
-from tests.pairs import DRAFT, TARGET, random_tensors, write_model
+from tests.pairs import DRAFT, TARGET, random_tensors, write_byte_tokenizer, write_model
 
 CONFIG = target_config(TARGET)
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -200,6 +201,9 @@ def test_truncated_file(tmp_path, cut):
         b"[1, 2]",
         b'{"x": {"dtype": "F32"}}',
         b'{"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 4]}}',
+        b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}}',
+        b'{"x": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}',
+        b"[" * 100_000,
     ],
 )
 def test_corrupt_header(tmp_path, header):
@@ -209,8 +213,9 @@ def test_corrupt_header(tmp_path, header):
         LLM(tmp_path)
 
 
-def test_unknown_dtype(tmp_path):
-    header = b'{"x": {"dtype": "C64", "shape": [2], "data_offsets": [0, 16]}}'
+@pytest.mark.parametrize("dtype", ['"C64"', '["C64"]'])
+def test_unknown_dtype(tmp_path, dtype):
+    header = b'{"x": {"dtype": %b, "shape": [2], "data_offsets": [0, 16]}}' % dtype.encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
     with pytest.raises(CheckpointError, match="C64"):
         list_tensors(tmp_path)
@@ -227,6 +232,19 @@ def test_folders_without_weights_or_config(tmp_path):
         LLM(tmp_path)
 
 
+def test_weights_that_cannot_be_opened(tmp_path):
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read \(Is a directory\)"):
+        list_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "content"), [("tokenizer.json", "{"), ("tokenizer_config.json", "[]")])
+def test_damaged_tokenizer(tmp_path, name, content):
+    (write_byte_tokenizer(tmp_path) / name).write_text(content)
+    with pytest.raises(CheckpointError, match="the tokenizer cannot be read"):
+        Tokenizer.of(tmp_path)
+
+
 def test_index_may_not_leave_the_folder(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../x.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"\.\./x\.safetensors"):
@@ -236,6 +254,8 @@ def test_index_may_not_leave_the_folder(tmp_path):
 def test_models_that_cannot_be_found(tmp_path):
     with pytest.raises(CheckpointError, match="is not a folder"):
         resolve_folder(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match="5 is no model"):
+        resolve_folder(5)
     with pytest.raises(CheckpointError, match=r"'nobody/nothing'.*Hugging Face Hub.*network"):
         resolve_folder("nobody/nothing")
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax import LLM, ConfigError, RequestError, SamplingParams
+from dflash_jax import LLM, ConfigError, RequestError, SamplingParams, generate
 from dflash_jax.engine import round as steps
 from tests.pairs import (
     BYTE_VOCABULARY,
@@ -215,6 +215,9 @@ def test_min_tokens_delays_the_end(golden):
         ({"prompt_token_ids": [1] * 128}, ["128 tokens", "max_model_len=128"]),
         ({"text": "x"}, ["dict", "prompt_token_ids"]),
         (7, ["int"]),
+        ({"prompt_token_ids": None}, ["NoneType"]),
+        ({"prompt_token_ids": b"ab"}, ["bytes"]),
+        ("\ud800", ["Unicode"]),
     ],
 )
 def test_bad_prompts_run_nothing(llm, bad, words):
@@ -242,6 +245,8 @@ def test_bad_prompts_run_nothing(llm, bad, words):
         ({"seed": 2**63}, "64 bits"),
         ({"stop": [""]}, "stop="),
         ({"stop_token_ids": [-3]}, "stop_token_ids="),
+        ({"stop": 5}, "stop="),
+        ({"ignore_eos": "no"}, "ignore_eos='no'"),
     ],
 )
 def test_bad_sampling_params(changes, word):
@@ -254,6 +259,8 @@ def test_parameters_that_do_not_fit_the_model(llm, golden):
         (SamplingParams(stop_token_ids=[BYTE_VOCABULARY]), "stop_token_ids"),
         (SamplingParams(logprobs=BYTE_VOCABULARY + 1), "logprobs"),
         ([SamplingParams()] * 3, "3 sampling_params for 1 prompts"),
+        ({"temperature": 0}, "sampling_params of type dict"),
+        ([None], "sampling_params of type NoneType"),
     ]:
         with pytest.raises(RequestError, match=word):
             llm.generate("x", params)
@@ -264,6 +271,40 @@ def test_parameters_that_do_not_fit_the_model(llm, golden):
     ]:
         with pytest.raises(RequestError, match=word):
             call()
+
+
+@pytest.mark.parametrize("bad", [None, 5, b"text"])
+def test_prompts_that_are_none(llm, bad):
+    with pytest.raises(RequestError, match=f"prompt 0: a prompt of type {type(bad).__name__}"):
+        llm.generate(bad, greedy(2))
+
+
+def test_parameters_beyond_the_range_of_the_device(llm):
+    """What no int32 or float32 holds means the same as the largest that it holds."""
+    for extreme, same in [
+        ({"top_k": 10**12}, {"top_k": 0}),
+        ({"temperature": 1e39, "min_tokens": 3}, {"temperature": 1e30, "min_tokens": 3}),
+        ({"temperature": 2e-38}, {"temperature": 0}),
+        ({"min_tokens": 10**12, "max_tokens": None}, {"min_tokens": 128, "max_tokens": None}),
+        ({"stop_token_ids": np.array([1, 2])}, {"stop_token_ids": [1, 2]}),
+        ({"stop_token_ids": 5}, {"stop_token_ids": [5]}),
+    ]:
+        first, second = (
+            llm.generate("abc", SamplingParams(**({"max_tokens": 12, "seed": 1} | changes)))
+            for changes in (extreme, same)
+        )
+        assert tokens_of(first) == tokens_of(second)
+
+
+def test_defaults_that_cannot_be_used(llm, monkeypatch):
+    monkeypatch.setattr(llm, "generation_config", {"temperature": "hot"})
+    with pytest.raises(ConfigError, match=r"generation_config\.json: temperature='hot'"):
+        llm.generate("x")
+    llm.generate("x", greedy(1))  # they do not matter to who brings parameters
+
+
+def test_prompts_from_a_generator(llm):
+    assert len(llm.generate((text for text in "ab"), greedy(2))) == 2
 
 
 def test_mismatched_drafter_loads_nothing():
@@ -297,6 +338,26 @@ def test_command_prints_tokens_and_statistics():
     assert "tokens/s" in statistics
     assert "mean acceptance length 15.80 tokens over 5 rounds" in statistics
     assert statistics.splitlines()[-1].split() == ["16", "#" * 40, "4"]
+
+
+@pytest.mark.parametrize("arguments", [["--chat"], ["--prompt", "what are prompt_token_ids?"]])
+def test_command_prints_text_for_text(llm, monkeypatch, capsys, arguments):
+    monkeypatch.setattr(generate, "LLM", lambda *args, **options: llm)
+    assert generate.main([*arguments, "--max-tokens", "6", "--ignore-eos"]) == 0
+    text = arguments[-1] if "--prompt" in arguments else [{"role": "user", "content": generate.EMBEDDED_PROMPT}]
+    expected = (llm.generate if "--prompt" in arguments else llm.chat)(text, greedy(6))
+    assert capsys.readouterr().out.startswith(expected[0].outputs[0].text + "\n\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--prompt-token-ids", "1,a"], "'1,a' is not a list"), (["--prompt-token-ids", "1", "--chat"], "--chat")],
+)
+def test_command_refuses_bad_arguments(capsys, arguments, words):
+    with pytest.raises(SystemExit) as exit_:
+        generate.main(arguments)
+    assert exit_.value.code == 2
+    assert words in capsys.readouterr().err
 
 
 def test_command_reports_errors_in_one_line(tmp_path):
