@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 INSTALL := $(PYTHON) -m pip install --quiet --editable
 
-.PHONY: test demo parity lint format install clean
+.PHONY: test test-gpu demo parity lint format install clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON_BASE) -m venv $(VENV)
@@ -34,6 +34,10 @@ demo: install
 parity: install
 	$(INSTALL) '.[train,test,parity]'
 	DFLASH_TEST_PARITY=1 $(PYTHON) -m pytest tests/parity
+
+## The tests that a GPU can run, the `gpu` ones included, on a machine that already has jax for it and pytest.
+test-gpu:
+	DFLASH_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest --override-ini addopts='-q --strict-markers'
 
 clean:
 	rm -rf $(VENV)
