@@ -10,6 +10,7 @@ from typing import TypedDict, TypeGuard
 
 from dflash_jax.errors import RequestError
 
+MOST_COMPLETIONS = 16_384  # of one prompt: vLLM's limit
 SEED_LIMIT = 2**64  # seeds are the two 32-bit words of a threefry key
 
 
@@ -66,7 +67,12 @@ class SamplingParams:
         set_field(self, "stop", _as_tuple(self.stop))
         set_field(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
         checks: list[tuple[str, object, bool, str]] = [
-            ("n", self.n, is_int(self.n) and self.n >= 1, "an integer of at least 1"),
+            (
+                "n",
+                self.n,
+                is_int(self.n) and 1 <= self.n <= MOST_COMPLETIONS,
+                f"an integer from 1 to {MOST_COMPLETIONS}",
+            ),
             (
                 "temperature",
                 self.temperature,

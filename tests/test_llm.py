@@ -231,6 +231,7 @@ def test_bad_prompts_run_nothing(llm, bad, words):
     ("changes", "word"),
     [
         ({"n": 0}, "n=0"),
+        ({"n": 10**7}, "n=10000000 .*16384"),
         ({"temperature": -0.5}, "temperature=-0.5"),
         ({"temperature": math.nan}, "temperature=nan"),
         ({"top_p": 0}, "top_p=0"),
