@@ -297,11 +297,19 @@ def test_options_resolve():
     assert (config.max_model_len, config.num_speculative_tokens) == (512, 5)
     assert options(dtype="bfloat16").kv_cache_dtype == "bfloat16"
     assert options(kv_cache_dtype="fp8").kv_cache_dtype == "float8_e4m3fn"
+    assert options(kv_cache_dtype="fp8").draft_kv_cache_dtype == "float8_e4m3fn"
+    mixed = options(kv_cache_dtype="bfloat16", draft_kv_cache_dtype="fp8_e5m2")
+    assert (mixed.kv_cache_dtype, mixed.draft_kv_cache_dtype) == ("bfloat16", "float8_e5m2")
     half = dataclasses.replace(target_config(TARGET), dtype="float16")
     assert EngineConfig.of(half, None, **(dataclasses.asdict(config) | OPTIONAL)).dtype == "bfloat16"
 
 
-OPTIONAL = {"dtype": "auto", "kv_cache_dtype": "auto", "num_speculative_tokens": None}
+OPTIONAL = {
+    "dtype": "auto",
+    "kv_cache_dtype": "auto",
+    "draft_kv_cache_dtype": "auto",
+    "num_speculative_tokens": None,
+}
 
 
 @pytest.mark.parametrize(
@@ -309,6 +317,7 @@ OPTIONAL = {"dtype": "auto", "kv_cache_dtype": "auto", "num_speculative_tokens":
     [
         ({"dtype": "float16"}, ["float16", "bfloat16"]),
         ({"kv_cache_dtype": "int4"}, ["int4", "fp8_e4m3"]),
+        ({"draft_kv_cache_dtype": "int4"}, ["draft_kv_cache_dtype='int4'", "fp8_e4m3"]),
         ({"max_model_len": 513}, ["513", "512"]),
         ({"max_model_len": 0}, ["max_model_len=0"]),
         ({"max_num_seqs": 0}, ["max_num_seqs=0"]),

@@ -25,6 +25,7 @@ class EngineConfig:
 
     dtype: jnp.dtype
     kv_cache_dtype: jnp.dtype
+    draft_kv_cache_dtype: jnp.dtype
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -47,6 +48,7 @@ class EngineConfig:
         enable_prefix_caching: bool,
         gpu_memory_utilization: float,
         kv_cache_memory_bytes: int | None,
+        draft_kv_cache_dtype: str = "auto",
         **sizes: int,
     ) -> EngineConfig:
         """Resolve the options against the models.
@@ -69,9 +71,11 @@ class EngineConfig:
                 f"max_model_len={longest} exceeds the model's max_position_embeddings="
                 f"{target.max_position_embeddings}; lower it, or extend the model with rope_scaling in its config.json."
             )
+        stored = compute.name if kv_cache_dtype == "auto" else kv_cache_dtype
         return EngineConfig(
             dtype=compute,
-            kv_cache_dtype=_choose("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES, compute.name),
+            kv_cache_dtype=_choose("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES, stored),
+            draft_kv_cache_dtype=_choose("draft_kv_cache_dtype", draft_kv_cache_dtype, KV_CACHE_DTYPES, stored),
             max_model_len=longest,
             num_speculative_tokens=_num_drafts(num_speculative_tokens, draft),
             enable_prefix_caching=enable_prefix_caching,
