@@ -2,25 +2,77 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import TypedDict, TypeGuard
+from typing import Any, NamedTuple, NotRequired, TypedDict, TypeGuard
 
 from dflash_jax.errors import RequestError
 
 MOST_COMPLETIONS = 16_384  # of one prompt: vLLM's limit
+MOST_LOGPROBS = 20  # alternatives a token: vLLM's --max-logprobs
 SEED_LIMIT = 2**64  # seeds are the two 32-bit words of a threefry key
 
 
+class TextPrompt(TypedDict):
+    """A prompt as text, in the words of `TokensPrompt`."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
 class TokensPrompt(TypedDict):
-    """A prompt that is already tokenised."""
+    """A prompt that is already tokenised. Only prompts of the same `cache_salt` share pages of the prefix cache."""
 
     prompt_token_ids: Sequence[int]
+    cache_salt: NotRequired[str]
 
 
-Prompt = str | TokensPrompt
+Prompt = str | TextPrompt | TokensPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """What the text must look like; exactly one of these. Names are vLLM's.
+
+    Attributes:
+        json: a JSON schema, as a dict or as text; kept as text.
+        regex: a regular expression that the whole text matches (Rust's syntax: no look-around).
+        choice: the text is one of these strings.
+        grammar: a grammar, in Lark's syntax (`start: ...`) or llama.cpp's GBNF (`root ::= ...`).
+        json_object: True: the text is any JSON object.
+
+    Raises:
+        RequestError: none or several are given, or one has the wrong type. That a schema, expression or grammar can
+            be served is checked by `dflash_jax.engine.constraints`.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs holds {' and '.join(given) or 'nothing'}: give exactly one of "
+                f"{', '.join(f.name for f in fields(self))}."
+            )
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _as_tuple(self.choice))
+        _check(self, _STRUCTURES)
+
+    @property
+    def kind(self) -> str:
+        """Which of them is given."""
+        return next(f.name for f in fields(self) if getattr(self, f.name) is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +81,10 @@ class SamplingParams:
 
     Attributes:
         n: completions per prompt; completion i of a seeded request uses seed + i.
+        presence_penalty: taken from the logits of tokens that the output holds, in [-2, 2].
+        frequency_penalty: taken from a token's logit once for each time the output holds it, in [-2, 2].
+        repetition_penalty: logits of tokens of prompt and output are divided by it where positive, multiplied where
+            negative; above 0, and 1 leaves them alone.
         temperature: 0 is greedy.
         top_p: keep the likeliest tokens whose probabilities sum to at least this, in (0, 1].
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
@@ -36,11 +92,17 @@ class SamplingParams:
         seed: with it, the same request gives the same tokens, with or without a drafter.
         stop: strings that end the text; the text is cut before them.
         stop_token_ids: tokens that end the output; they stay in `token_ids`.
+        bad_words: words that the output must not hold: the last token of one is ruled out after its other tokens.
+        logit_bias: what to add to the logits of tokens, each in [-100, 100]; ids may be strings, as JSON has them.
+            Kept as pairs in the order of the ids.
+        allowed_token_ids: the only tokens that may be chosen; None allows all.
+        structured_outputs: what the text must look like.
         include_stop_str_in_output: keep the stop string in the text.
         ignore_eos: do not end at the model's end-of-sequence tokens.
         max_tokens: most tokens to emit; None means up to `max_model_len`.
         min_tokens: tokens to emit before an end-of-sequence or stop token may be chosen.
-        logprobs: log-probabilities of each emitted token and of this many likeliest alternatives.
+        logprobs: log-probabilities of each emitted token and of this many likeliest alternatives, at most 20.
+        prompt_logprobs: the same of each token of the prompt but the first.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
@@ -48,6 +110,9 @@ class SamplingParams:
     """
 
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -55,65 +120,25 @@ class SamplingParams:
     seed: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    bad_words: str | Sequence[str] = ()
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        set_field = object.__setattr__
-        set_field(self, "stop", _as_tuple(self.stop))
-        set_field(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
-        checks: list[tuple[str, object, bool, str]] = [
-            (
-                "n",
-                self.n,
-                is_int(self.n) and 1 <= self.n <= MOST_COMPLETIONS,
-                f"an integer from 1 to {MOST_COMPLETIONS}",
-            ),
-            (
-                "temperature",
-                self.temperature,
-                _is_real(self.temperature) and self.temperature >= 0,
-                "a finite number of at least 0",
-            ),
-            ("top_p", self.top_p, _is_real(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
-            ("top_k", self.top_k, is_int(self.top_k) and self.top_k >= -1, "an integer of at least -1 (0 and -1: all)"),
-            ("min_p", self.min_p, _is_real(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("max_tokens", self.max_tokens, _optional_at_least(self.max_tokens, 1), "None or an integer of at least 1"),
-            (
-                "min_tokens",
-                self.min_tokens,
-                is_int(self.min_tokens) and self.min_tokens >= 0,
-                "an integer of at least 0",
-            ),
-            ("logprobs", self.logprobs, _optional_at_least(self.logprobs, 0), "None or an integer of at least 0"),
-            (
-                "seed",
-                self.seed,
-                self.seed is None or (is_int(self.seed) and abs(self.seed) < SEED_LIMIT // 2),
-                "None or an integer of 64 bits",
-            ),
-            (
-                "stop",
-                self.stop,
-                all(isinstance(s, str) and s for s in self.stop),
-                "non-empty strings",
-            ),
-            (
-                "stop_token_ids",
-                self.stop_token_ids,
-                all(is_int(t) and t >= 0 for t in self.stop_token_ids),
-                "token ids of at least 0",
-            ),
-        ]
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            checks.append((name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False"))
-        for name, value, ok, allowed in checks:
-            if not ok:
-                raise RequestError(f"{name}={value!r} is not allowed: it must be {allowed}.")
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            object.__setattr__(self, name, _as_tuple(getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _as_tuple(self.allowed_token_ids))
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+        _check(self, _SAMPLING)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}: lower the one or raise the other."
@@ -138,8 +163,9 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None  # "stop" | "length"; None while running
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"; None while running
     stop_reason: int | str | None = None  # the stop token or string; None for an end-of-sequence token
+    error: str | None = None  # the cause of finish_reason "error"
 
 
 @dataclass(slots=True)
@@ -151,11 +177,13 @@ class RequestMetrics:
             first token of a completion comes from prefill and belongs to no round.
         first_token_time: seconds from the call to the first token of the request.
         finished_time: seconds from the call to its last token.
+        num_cached_tokens: tokens of the prompt that came from the prefix cache.
     """
 
     acceptance_lengths: list[int] = field(default_factory=list)
     first_token_time: float | None = None
     finished_time: float | None = None
+    num_cached_tokens: int = 0
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -165,7 +193,11 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Everything that came of one prompt, so far or finally."""
+    """Everything that came of one prompt, so far or finally.
+
+    `prompt_logprobs` has an entry a token of the prompt, as `CompletionOutput.logprobs`; the first is None: nothing
+    comes before it.
+    """
 
     request_id: str
     prompt: str | None
@@ -173,6 +205,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 def is_int(value: object) -> TypeGuard[int]:
@@ -187,9 +220,114 @@ def _as_tuple(value: object) -> tuple:
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else (value,)
 
 
-def _is_real(value: object) -> bool:
+def _is_real(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _optional_at_least(value: int | None, least: int) -> bool:
-    return value is None or (is_int(value) and value >= least)
+def _is_text(value: object) -> bool:
+    """Whether a value is a string that is not empty and that UTF-8 can write: half a surrogate pair is no text."""
+    return isinstance(value, str) and bool(value) and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _is_token(value: object) -> bool:
+    return is_int(value) and value >= 0
+
+
+def _schema_text(schema: object) -> str:
+    """A JSON schema as text; its keys keep their order, which is the order of the properties."""
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        if isinstance(parsed, Mapping):
+            return json.dumps(dict(parsed), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs.json is not JSON ({error}); correct the schema.") from error
+    raise RequestError(f"structured_outputs.json of type {type(parsed).__name__} is no schema; give an object.")
+
+
+def _bias_pairs(bias: object) -> tuple[tuple[Any, Any], ...]:
+    """Token ids and biases in the order of the ids, of a mapping or of pairs; strings of digits become ids."""
+    try:
+        listed: dict = dict(bias or ())  # type: ignore[call-overload]
+        pairs = {int(k) if isinstance(k, str) and k.isdecimal() else k: listed[k] for k in listed}
+        return tuple(sorted(pairs.items()))
+    except (TypeError, ValueError) as error:
+        raise RequestError(
+            f"logit_bias={reprlib.repr(bias)} is not allowed: it must be a mapping of token ids to numbers."
+        ) from error
+
+
+class _Allowed(NamedTuple):
+    """What a field may hold, in words and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _integer(least: int, most: int | None = None) -> _Allowed:
+    words = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
+    return _Allowed(words, lambda v: is_int(v) and v >= least and (most is None or v <= most))
+
+
+def _number(words: str, holds: Callable[[float], bool]) -> _Allowed:
+    return _Allowed(words, lambda v: _is_real(v) and holds(v))
+
+
+def _every(words: str, holds: Callable[[Any], bool]) -> _Allowed:
+    return _Allowed(words, lambda values: all(map(holds, values)))
+
+
+def _optional(allowed: _Allowed) -> _Allowed:
+    return _Allowed(f"None or {allowed.words}", lambda v: v is None or allowed.holds(v))
+
+
+_BOOLEAN = _Allowed("True or False", lambda v: isinstance(v, bool))
+_TOKENS = _every("token ids of at least 0", _is_token)
+_TEXTS = _every("non-empty strings", _is_text)
+
+_SAMPLING = {
+    "n": _integer(1, MOST_COMPLETIONS),
+    "presence_penalty": _number("in [-2, 2]", lambda v: -2 <= v <= 2),
+    "frequency_penalty": _number("in [-2, 2]", lambda v: -2 <= v <= 2),
+    "repetition_penalty": _number("a finite number above 0", lambda v: v > 0),
+    "temperature": _number("a finite number of at least 0", lambda v: v >= 0),
+    "top_p": _number("in (0, 1]", lambda v: 0 < v <= 1),
+    "top_k": _Allowed("an integer of at least -1 (0 and -1: all)", lambda v: is_int(v) and v >= -1),
+    "min_p": _number("in [0, 1]", lambda v: 0 <= v <= 1),
+    "seed": _Allowed("None or an integer of 64 bits", lambda v: v is None or (is_int(v) and abs(v) < SEED_LIMIT // 2)),
+    "stop": _TEXTS,
+    "stop_token_ids": _TOKENS,
+    "bad_words": _TEXTS,
+    "logit_bias": _every(
+        "token ids of at least 0 with numbers in [-100, 100]",
+        lambda pair: _is_token(pair[0]) and _is_real(pair[1]) and -100 <= pair[1] <= 100,
+    ),
+    "allowed_token_ids": _Allowed(
+        "None or a list of at least one token id", lambda v: v is None or (len(v) > 0 and _TOKENS.holds(v))
+    ),
+    "structured_outputs": _Allowed(
+        "None or a StructuredOutputsParams", lambda v: v is None or isinstance(v, StructuredOutputsParams)
+    ),
+    "include_stop_str_in_output": _BOOLEAN,
+    "ignore_eos": _BOOLEAN,
+    "max_tokens": _optional(_integer(1)),
+    "min_tokens": _integer(0),
+    "logprobs": _optional(_integer(0, MOST_LOGPROBS)),
+    "prompt_logprobs": _optional(_integer(0, MOST_LOGPROBS)),
+    "skip_special_tokens": _BOOLEAN,
+}
+_STRUCTURES = {
+    "regex": _optional(_Allowed("a non-empty string", _is_text)),
+    "choice": _Allowed(
+        "None or a list of at least one non-empty string", lambda v: v is None or (len(v) > 0 and _TEXTS.holds(v))
+    ),
+    "grammar": _optional(_Allowed("a non-empty string", _is_text)),
+    "json_object": _Allowed("None or True", lambda v: v is None or v is True),
+}
+
+
+def _check(params: object, allowed: Mapping[str, _Allowed]) -> None:
+    """Refuse the first field that holds what it may not."""
+    for name, (words, holds) in allowed.items():
+        value = getattr(params, name)
+        if not holds(value):
+            raise RequestError(f"{name}={reprlib.repr(value)} is not allowed: it must be {words}.")

@@ -258,7 +258,6 @@ def test_bad_sampling_params(changes, word):
 def test_parameters_that_do_not_fit_the_model(llm, golden):
     for params, word in [
         (SamplingParams(stop_token_ids=[BYTE_VOCABULARY]), "stop_token_ids"),
-        (SamplingParams(logprobs=BYTE_VOCABULARY + 1), "logprobs"),
         ([SamplingParams()] * 3, "3 sampling_params for 1 prompts"),
         ({"temperature": 0}, "sampling_params of type dict"),
         ([None], "sampling_params of type NoneType"),

@@ -16,12 +16,13 @@ from dflash_jax.errors import RequestError
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and its n completions."""
+    """One prompt and its n completions; only requests of the same `cache_salt` share pages of the prefix cache."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     sequences: list[Sequence]
+    cache_salt: str | None = None
     started: float = field(default_factory=time.perf_counter)
     first_token_time: float | None = None
 
@@ -58,19 +59,20 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int) ->
     Raises:
         RequestError: it is neither text nor token ids, it is empty, or an id is not in the vocabulary.
     """
-    if isinstance(prompt, str):
+    given: Any = prompt  # whatever the caller gave, whatever its annotation says
+    if isinstance(given, Mapping) and "prompt_token_ids" in given:
+        listed = given["prompt_token_ids"]
+        if not isinstance(listed, Iterable) or isinstance(listed, str | bytes):
+            raise RequestError(f"prompt_token_ids of type {type(listed).__name__} is not a list of token ids.")
+        text, ids = None, list(listed)
+    elif isinstance(given, Mapping) and isinstance(given.get("prompt"), str):
+        return tokenize(given["prompt"], tokenizer, vocab_size=vocab_size)
+    elif isinstance(given, str):
         if tokenizer is None:
             raise RequestError(
                 "a text prompt needs a tokenizer and the model folder has none; give {'prompt_token_ids': [...]}."
             )
-        text, ids = prompt, tokenizer.encode(prompt)
-    elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-        given = prompt["prompt_token_ids"]
-        if not isinstance(given, Iterable) or isinstance(given, str | bytes):
-            raise RequestError(f"prompt_token_ids of type {type(given).__name__} is not a list of token ids.")
-        text, ids = None, list(given)
-    elif isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
-        return tokenize(prompt["prompt"], tokenizer, vocab_size=vocab_size)
+        text, ids = given, tokenizer.encode(given)
     else:
         raise RequestError(
             f"a prompt of type {type(prompt).__name__} is not a string nor {{'prompt_token_ids': [...]}}."
@@ -81,6 +83,18 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int) ->
         if not is_int(token) or not 0 <= token < vocab_size:
             raise RequestError(f"prompt token id {token!r} is not in the vocabulary: ids are 0 to {vocab_size - 1}.")
     return text, [int(token) for token in ids]
+
+
+def cache_salt_of(prompt: Prompt) -> str | None:
+    """The `cache_salt` of a prompt, None if it brings none.
+
+    Raises:
+        RequestError: it is not a string, or it is empty.
+    """
+    salt = None if isinstance(prompt, str) else prompt.get("cache_salt")
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise RequestError(f"cache_salt={salt!r} is not a non-empty string; leave it out to share the prefix cache.")
+    return salt
 
 
 def check_params(
@@ -97,13 +111,23 @@ def check_params(
             f"the prompt has {prompt_length} tokens and max_model_len={max_model_len} leaves no room for an answer; "
             "shorten the prompt or raise max_model_len."
         )
-    beyond = [t for t in params.stop_token_ids if t >= vocab_size]
-    if beyond:
-        raise RequestError(f"stop_token_ids holds {beyond[0]}, not in the vocabulary: ids are 0 to {vocab_size - 1}.")
-    if params.logprobs is not None and params.logprobs > vocab_size:
-        raise RequestError(f"logprobs={params.logprobs} exceeds the vocabulary of {vocab_size}; lower it.")
-    if params.stop and not has_tokenizer:
-        raise RequestError("stop strings need a tokenizer and the model folder has none; use stop_token_ids.")
+    for name, tokens in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("logit_bias", dict(params.logit_bias)),
+    ):
+        if beyond := [t for t in tokens if t >= vocab_size]:
+            raise RequestError(f"{name} holds {beyond[0]}, not in the vocabulary: ids are 0 to {vocab_size - 1}.")
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None and count > vocab_size:
+            raise RequestError(f"{name}={count} exceeds the vocabulary of {vocab_size}; lower it.")
+    for name, needs_text, instead in (
+        ("stop strings", params.stop, "use stop_token_ids"),
+        ("bad_words", params.bad_words, "use logit_bias"),
+        ("structured_outputs", params.structured_outputs, "leave them out"),
+    ):
+        if needs_text and not has_tokenizer:
+            raise RequestError(f"{name} need a tokenizer and the model folder has none; {instead}.")
     return room if params.max_tokens is None else min(params.max_tokens, room)
 
 
