@@ -25,6 +25,8 @@ class PagedKVCache:
     Attributes:
         keys: pools [P, K, S, H]; P is that of the layer's group.
         values: likewise.
+        k_scale: of each layer and kv head, what a stored key is multiplied by to be the key; None is 1.
+        v_scale: the same of values.
         tables: of each group, the page of every S positions of B sequences; a negative entry keeps nothing.
         valid_from: of each group, the first position of each sequence that is kept.
         group_of: the group of each layer.
@@ -33,6 +35,8 @@ class PagedKVCache:
 
     keys: list[Float[Array, "_ K S H"]]
     values: list[Float[Array, "_ K S H"]]
+    k_scale: Float[Array, "L K"] | None = None
+    v_scale: Float[Array, "L K"] | None = None
     tables: tuple[Int[Array, "B M"], ...] = ()
     valid_from: tuple[Int[Array, " B"], ...] = ()
     group_of: tuple[int, ...] = field(default=(), metadata={"static": True})
@@ -50,10 +54,11 @@ class PagedKVCache:
         page_size = self.keys[layer].shape[2]
         page = jnp.take_along_axis(table, jnp.maximum(positions, 0) // page_size, axis=1, mode="fill", fill_value=-1)
         slots = jnp.where((positions < 0) | (page < 0), -1, page * page_size + positions % page_size)
-        pool, token = PartitionSpec(None, "tp"), PartitionSpec(None, None, "tp")
-        write = self._per_device(write_kv, (pool, pool, token, token, PartitionSpec()), (pool, pool), layer)
+        pool, token, head = PartitionSpec(None, "tp"), PartitionSpec(None, None, "tp"), PartitionSpec("tp")
+        specs = (pool, pool, token, token, PartitionSpec(), head, head)
+        write = self._per_device(_write, specs, (pool, pool), layer)
         keys, values = list(self.keys), list(self.values)
-        keys[layer], values[layer] = write(keys[layer], values[layer], k, v, slots)
+        keys[layer], values[layer] = write(keys[layer], values[layer], k, v, slots, *self._scales(layer))
         return replace(self, keys=keys, values=values)
 
     def attend(
@@ -68,10 +73,16 @@ class PagedKVCache:
         group = self.group_of[layer]
         q_length = (positions >= 0).sum(axis=1, dtype=jnp.int32)
         attention = partial(_attention, mask=mask)
-        heads, pool, whole = PartitionSpec(None, None, "tp"), PartitionSpec(None, "tp"), PartitionSpec()
-        attend = self._per_device(attention, (heads, pool, pool, whole, whole, whole, whole), heads, layer)
+        heads, pool, head = PartitionSpec(None, None, "tp"), PartitionSpec(None, "tp"), PartitionSpec("tp")
+        specs = (heads, pool, pool, *[PartitionSpec()] * 4, head, head)
+        attend = self._per_device(attention, specs, heads, layer)
         tables = (self.tables[group], kv_length.astype(jnp.int32), q_length, self.valid_from[group])
-        return attend(q, self.keys[layer], self.values[layer], *tables)
+        return attend(q, self.keys[layer], self.values[layer], *tables, *self._scales(layer))
+
+    def _scales(self, layer: int) -> list[Float[Array, " K"]]:
+        """Of keys and of values."""
+        heads = self.keys[layer].shape[1]
+        return [jnp.ones(heads) if scale is None else scale[layer] for scale in (self.k_scale, self.v_scale)]
 
     def _per_device(self, function, in_specs, out_specs, layer):
         """The function on each device's own kv heads; whole on every device where they do not divide."""
@@ -82,7 +93,11 @@ class PagedKVCache:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _attention(q, k_pages, v_pages, table, kv_length, q_length, valid_from, *, mask: LayerMask):
+def _write(k_pages, v_pages, k, v, slots, k_scale, v_scale):
+    return write_kv(k_pages, v_pages, k, v, slots, k_scale=k_scale, v_scale=v_scale)
+
+
+def _attention(q, k_pages, v_pages, table, kv_length, q_length, valid_from, k_scale, v_scale, *, mask: LayerMask):
     return paged_attention(
         q,
         k_pages,
@@ -92,5 +107,7 @@ def _attention(q, k_pages, v_pages, table, kv_length, q_length, valid_from, *, m
         q_length,
         mask=mask.mask,
         window=mask.window,
+        k_scale=k_scale,
+        v_scale=v_scale,
         valid_from=valid_from,
     )

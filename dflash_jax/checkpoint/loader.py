@@ -6,6 +6,7 @@ All headers are checked against the table before any tensor is read, so that a w
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import Float
 
 from dflash_jax.checkpoint.safetensors import TensorInfo, list_tensors
 from dflash_jax.config import DraftConfig, TargetConfig
@@ -21,6 +23,7 @@ from dflash_jax.models.tables import (
     IGNORED_TENSORS,
     checkpoint_shape,
     checkpoint_table,
+    kv_scale_names,
     layout_axes,
     parameter_path,
     sizes,
@@ -32,6 +35,57 @@ Placement = Callable[[tuple[str, ...], tuple[int, ...]], jax.sharding.Sharding |
 FP8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 SCALE_SUFFIXES = ("_scale", "_scale_inv")  # both multiply; the second is DeepSeek's and Qwen's name
 MOST_NAMED = 5  # problems spelled out in one error
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """What stored fp8 keys and values of each layer and kv head are multiplied by to be the real ones."""
+
+    k: Float[np.ndarray, "L K"]
+    v: Float[np.ndarray, "L K"]
+
+
+def load_kv_scales(folder: Path, config: TargetConfig | DraftConfig) -> KVScales | None:
+    """Load the scales of an fp8 KV cache: one number a layer, or one a kv head; 1 where a checkpoint has none.
+
+    Returns:
+        float32 scales, None if the checkpoint has none at all.
+
+    Raises:
+        CheckpointError: a scale is no positive number, has another shape, or stands there under two names.
+    """
+    tensors = list_tensors(folder)
+    found = {x: [_kv_scale(tensors, config, i, x) for i in range(config.num_hidden_layers)] for x in ("k", "v")}
+    if all(scale is None for scales in found.values() for scale in scales):
+        return None
+    one = np.ones(config.num_key_value_heads, np.float32)
+    k, v = (np.stack([one if scale is None else one * scale for scale in found[x]]) for x in ("k", "v"))
+    return KVScales(k=k, v=v)
+
+
+def _kv_scale(
+    tensors: dict[str, TensorInfo], config: TargetConfig | DraftConfig, layer: int, x: str
+) -> np.ndarray | None:
+    """The scale [] or [K] of the keys or values of a layer, if there is one."""
+    infos = [tensors[name] for name in kv_scale_names(config, layer, x) if name in tensors]
+    if not infos:
+        return None
+    info, *others = infos
+    if others:
+        raise CheckpointError(f"{info.file}: {info.name!r} and {others[0].name!r} are the same scale; remove one.")
+    heads = config.num_key_value_heads
+    if not jnp.issubdtype(info.dtype, jnp.floating) or tuple(n for n in info.shape if n != 1) not in ((), (heads,)):
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r} should hold one float, or one for each of {heads} kv heads, and is "
+            f"{info.dtype}{list(info.shape)}; export the scales of the KV cache again."
+        )
+    scale = info.load().astype(np.float32).squeeze()
+    if not (np.isfinite(scale) & (scale > 0)).all():
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r} should hold positive finite numbers and holds {scale.tolist()}; "
+            "export the scales of the KV cache again."
+        )
+    return scale
 
 
 def load_params(
@@ -88,8 +142,10 @@ def _check(
                 problems.append(f"{info.file}: tensor {name!r} should hold integers and holds {info.dtype}")
         elif not jnp.issubdtype(info.dtype, jnp.floating):
             problems.append(f"{info.file}: tensor {name!r} should hold floats and holds {info.dtype}")
+    layers = range(config.num_hidden_layers)
+    known = table.keys() | {name for i in layers for x in ("k", "v") for name in kv_scale_names(config, i, x)}
     for name, info in tensors.items():
-        if name in table or IGNORED_TENSORS.search(name) or name == "lm_head.weight":  # a tied or copied head
+        if name in known or IGNORED_TENSORS.search(name) or name == "lm_head.weight":  # a tied or copied head
             continue
         base = next((name.removesuffix(suffix) for suffix in SCALE_SUFFIXES if name.endswith(suffix)), None)
         if base not in table or base not in tensors or tensors[base].dtype not in FP8:

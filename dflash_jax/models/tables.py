@@ -29,7 +29,18 @@ Table = dict[str, str]  # tensor name -> axes
 IGNORED_TENSORS = re.compile(
     r"(^|\.)rotary_emb\.inv_freq$"  # recomputed; old Llama files store it
     r"|\.input_scale$"  # static activation scales: weights are dequantised at load
+    r"|\.self_attn\.(attn\.)?(q|prob)_scale$|\.q_proj\.(q|output)_scale$"  # of fp8 queries: ours are not quantised
     r"|^(embed_tokens|verifier_lm_head|verifier_norm)\.weight$|^t2d$"  # speculators: copies of the target's
+)
+
+# Where checkpoints keep the scale of an attention's stored keys (x = k) and values (x = v); real = stored * scale.
+KV_SCALE_NAMES = (
+    "{x}_scale",  # compressed-tensors, and what the older names became
+    "attn.{x}_scale",  # vLLM's own
+    "{x}_proj.{x}_scale",  # ModelOpt
+    "{x}_proj.output_scale",  # Quark, and compressed-tensors at first
+    "qkv_proj.{x}_scale",
+    "kv_scale",  # one for both, as AutoFP8 wrote it
 )
 
 
@@ -80,6 +91,12 @@ def checkpoint_table(config: TargetConfig | DraftConfig) -> Table:
         table |= {f"{layer}self_attn.{name}": axes for name, axes in attention_table(config).items()}
         table |= {f"{layer}mlp.{name}": axes for name, axes in mlp_table(config).items()}
     return table
+
+
+def kv_scale_names(config: TargetConfig | DraftConfig, layer: int, x: str) -> list[str]:
+    """Every full name that the scale of a layer's keys (x = k) or values (x = v) may have."""
+    prefix = "model." if isinstance(config, TargetConfig) else ""
+    return [f"{prefix}layers.{layer}.self_attn.{name.format(x=x)}" for name in KV_SCALE_NAMES]
 
 
 def parameter_path(tensor: str) -> tuple[str, ...]:
