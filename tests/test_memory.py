@@ -1,0 +1,203 @@
+"""What a step and the pools take of a device's memory, what that leaves, and what is said when it is too little."""
+
+import logging
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dflash_jax.checkpoint.loader import load_params
+from dflash_jax.config import EngineConfig, draft_config, target_config
+from dflash_jax.engine import memory
+from dflash_jax.engine.memory import capacity_of, explain_out_of_memory, make_caches, plan_layout
+from dflash_jax.engine.sharding import Mesh
+from dflash_jax.errors import ConfigError
+from tests.pairs import DRAFT, TARGET, write_model
+
+QWEN3_8B = TARGET | {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "dtype": "bfloat16",
+}
+QWEN3_8B_DRAFT = QWEN3_8B | {
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 5,
+    "block_size": 16,
+    "num_target_layers": 36,
+    "dflash_config": {"target_layer_ids": [1, 9, 17, 25, 33], "mask_token_id": 151669},
+    "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+    "sliding_window": 2048,
+}
+SLIDING_DRAFT = DRAFT | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+PAIR = (target_config(QWEN3_8B), draft_config(QWEN3_8B_DRAFT))
+SMALL = (target_config(TARGET), draft_config(SLIDING_DRAFT))
+GIB = 1 << 30
+
+
+def options(pair, **changes):
+    chosen = {
+        "dtype": "auto",
+        "kv_cache_dtype": "auto",
+        "max_model_len": None,
+        "num_speculative_tokens": None,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 8192,
+        "tensor_parallel_size": 1,
+        "page_size": 64,
+        "enable_prefix_caching": True,
+        "gpu_memory_utilization": 0.9,
+        "kv_cache_memory_bytes": None,
+    }
+    return EngineConfig.of(*pair, **(chosen | changes))
+
+
+def capacity(**changes):
+    config = options(PAIR, **({"max_model_len": 32768, "kv_cache_memory_bytes": int(103.4 * GIB)} | changes))
+    return capacity_of(*PAIR, plan_layout(*PAIR, config), config)
+
+
+def device_with(monkeypatch, *, limit, in_use):
+    """Devices that say how much memory they have; the second one has less left."""
+    stats = [{"bytes_limit": limit, "bytes_in_use": in_use + more} for more in (0, GIB)]
+    devices = [SimpleNamespace(memory_stats=lambda each=each: each) for each in stats]
+    monkeypatch.setattr(memory.jax, "devices", lambda: devices)
+
+
+# --- capacity
+
+
+@pytest.mark.parametrize(
+    ("dtype", "seqs", "share", "tokens"), [("bfloat16", 32, 0.92, 720_000), ("fp8", 64, 0.46, 1_440_000)]
+)
+def test_qwen3_8b_at_32k(dtype, seqs, share, tokens):
+    found = capacity(kv_cache_dtype=dtype, max_num_seqs=seqs)
+    assert found.sequence_bytes(32768) <= share * found.full_allocation_bytes(32768)
+    assert found.tokens >= tokens
+    assert int(found.max_concurrency) * 32768 >= tokens
+
+
+def test_bytes_of_each_group():
+    found = capacity(kv_cache_dtype="fp8", draft_kv_cache_dtype="bfloat16")
+    of_layer = 2 * 8 * 128  # elements
+    assert (found.full_bytes, found.sliding_bytes) == (36 * of_layer + 2 * of_layer, 4 * 2 * of_layer)
+    assert found.unshared_bytes == 2 * 41 * of_layer
+    assert 2048 + 3 * 16 <= found.sliding_tokens <= 2048 + 3 * 16 + 2 * 64
+    assert found.sequence_bytes(100) == 100 * (found.full_bytes + found.sliding_bytes)
+    growth = found.sequence_bytes(10_001) - found.sequence_bytes(10_000)
+    assert growth == found.full_bytes
+
+
+def test_capacity_is_logged(caplog):
+    config = options(PAIR, max_model_len=32768, kv_cache_memory_bytes=int(103.4 * GIB), max_num_seqs=32)
+    with caplog.at_level(logging.INFO, logger="dflash_jax"):
+        memory.log_capacity(*PAIR, plan_layout(*PAIR, config), config)
+    assert [record.getMessage() for record in caplog.records] == [
+        "KV cache size: 725,056 tokens",
+        "KV cache bytes per token: 151,552 in layers that keep every token",
+        "KV cache bytes per token: 16,384 in sliding layers, which keep 2,176 tokens a sequence",
+        "Maximum concurrency for 32,768 tokens per sequence: 22.08x",
+        "KV cache bytes per sequence of 32,768 tokens: 4,770 MiB, 90.9% of a full allocation",
+    ]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])  # 2 kv heads divide over two devices and not over four
+@pytest.mark.parametrize("draft_dtype", ["auto", "fp8"])
+def test_pools_take_the_memory_that_was_planned(devices, draft_dtype):
+    budget = 4_000_000
+    config = options(
+        SMALL,
+        kv_cache_memory_bytes=budget,
+        max_num_seqs=8,
+        page_size=16,
+        tensor_parallel_size=devices,
+        draft_kv_cache_dtype=draft_dtype,
+    )
+    layout = plan_layout(*SMALL, config)
+    caches = make_caches(*SMALL, layout, config, Mesh.of(devices))
+    taken = sum(shard.data.nbytes for pool in jax.tree.leaves(caches) for shard in pool.addressable_shards)
+    page = layout.page_size * memory.group_bytes(*SMALL, config)[memory.FULL]
+    assert budget - page < taken <= budget
+
+
+# --- what a device has left
+
+
+def test_room_for_steps_is_left_on_a_device(monkeypatch):
+    device_with(monkeypatch, limit=100 * GIB, in_use=16 * GIB)
+    config = options(PAIR)
+    left = 90 * GIB - 16 * GIB
+    assert memory.free_bytes(*PAIR, config) == left - memory.working_bytes(*PAIR, config)
+    both = options(PAIR, tensor_parallel_size=2)  # the second device has a GiB less
+    assert memory.free_bytes(*PAIR, both) == 2 * (left - GIB - memory.working_bytes(*PAIR, both))
+    assert memory.working_bytes(*PAIR, both) < memory.working_bytes(*PAIR, config)
+
+
+def test_what_a_step_takes():
+    chunk = memory.step_bytes(*PAIR, options(PAIR), tokens=8192, rows=1)
+    assert chunk == 2 * 8192 * (5 * 4096 + 4 * 4096 + 3 * 12288)
+    rounds = memory.step_bytes(*PAIR, options(PAIR), tokens=1024, rows=1024)
+    assert rounds == 2 * 1024 * 5 * 4096 + memory.LOGITS_COPIES * 4 * 1024 * 151936
+    assert memory.step_bytes(PAIR[0], None, options(PAIR), tokens=8192, rows=1) == 2 * 8192 * (4 * 4096 + 3 * 12288)
+    few, many, longer = (
+        memory.working_bytes(*PAIR, options(PAIR, **more))
+        for more in ({"max_num_seqs": 1}, {"max_num_seqs": 64}, {"max_num_seqs": 1, "max_num_batched_tokens": 16384})
+    )
+    assert few == chunk + 9 * 151936  # the chunk is larger than a round of one sequence
+    assert many == rounds + 9 * 64 * 151936
+    assert longer == 2 * chunk + 9 * 151936
+
+
+def test_no_room_is_no_negative_number(monkeypatch):
+    device_with(monkeypatch, limit=20 * GIB, in_use=18 * GIB)
+    with pytest.raises(ConfigError, match=r"^0\.00 GiB .* 0 tokens.*max_model_len=40960.*max_num_batched_tokens"):
+        plan_layout(*PAIR, options(PAIR))
+
+
+# --- when it runs out
+
+
+FULL_DEVICE = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 20.00GiB.\nlong summary"
+FLAGS = (
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "tensor_parallel_size",
+)
+
+
+def raising(message):
+    def function(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError(message)
+
+    return function
+
+
+def test_pools_that_do_not_fit(monkeypatch):
+    config = options(SMALL, page_size=16, kv_cache_memory_bytes=1 << 24)
+    layout = plan_layout(*SMALL, config)
+    monkeypatch.setattr(jnp, "zeros", raising(FULL_DEVICE))
+    with pytest.raises(ConfigError, match=r"out of memory.*allocate 20\.00GiB") as error:
+        make_caches(*SMALL, layout, config, Mesh.of(1))
+    assert all(flag in str(error.value) for flag in FLAGS)
+    assert "\n" not in str(error.value)
+
+
+def test_parameters_that_do_not_fit(monkeypatch, tmp_path):
+    write_model(tmp_path, TARGET, 0)
+    monkeypatch.setattr(jax, "device_put", raising(FULL_DEVICE))
+    with pytest.raises(ConfigError, match="tensor_parallel_size"), explain_out_of_memory():
+        load_params(tmp_path, SMALL[0], jnp.float32)
+
+
+def test_other_errors_stay_as_they_are():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explain_out_of_memory():
+        raising("INTERNAL: broken")()
