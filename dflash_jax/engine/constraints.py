@@ -127,10 +127,6 @@ class GrammarConstraint:
                 return
             self.matcher.consume_token(self.vocabulary.read(token))
 
-    def drafts(self, drafts: Iterable[int]) -> list[int]:
-        """Drafts as llguidance takes them, up to the first that is no token: that would break the matcher for good."""
-        return [self.vocabulary.read(d) for d in takewhile(lambda d: 0 <= d < self.vocabulary.num_tokens, drafts)]
-
 
 class BadWords:
     """Words that the output must not hold, as vLLM has them: the last token of a word may not follow its others.
@@ -156,7 +152,7 @@ class BadWords:
         A row must keep a token, so a grammar that leaves nothing but bad words is followed: a text of the form that
         was asked for can be used and looked at, a text that breaks off cannot.
         """
-        text = [*self._tail, *drafts[: len(rows) - 1]]
+        text = [*self._tail, *drafts]
         for row, end in zip(rows, range(len(self._tail), len(text) + 1), strict=False):
             lasts = [self._last.get(tuple(text[end - n : end]), ()) for n in self._lengths if n <= end]
             bad = np.array([token for last in lasts for token in last], np.int64)
@@ -222,10 +218,11 @@ class Constraints:
         """A matcher at the beginning of a text."""
         tokenizer = self._ll_tokenizer
         try:
-            # Verbose errors would hold the grammar and the text.
+            # Verbose errors would hold the grammar and the text, which are not for logs.
             limits = LLParserLimits(verbose_errors=False)
             matcher = LLMatcher(tokenizer, llguidance_grammar(structured), log_level=0, limits=limits)
-            begins = any(matcher.compute_bitmask())
+            first = np.frombuffer(matcher.compute_bitmask(), np.uint32)[None].copy()
+            begins = self._vocabulary.masks_of_model(first).any()
             reason = matcher.get_error() if matcher.is_error() else "" if begins else "it allows no text"
         except Exception as error:  # whatever the reader of GBNF stumbles over
             reason = str(error) or type(error).__name__
@@ -272,13 +269,15 @@ def llguidance_grammar(structured: StructuredOutputsParams) -> str:
 def _fill_grammars(batch: Sequence[tuple[GrammarConstraint, Rows, Sequence[int]]]) -> None:
     if not batch:
         return
-    width = -(-batch[0][0].vocabulary.num_tokens // 32)
-    masks = np.full((sum(len(rows) for _, rows, _ in batch), width), 0xFFFFFFFF, np.uint32)
+    num_tokens = batch[0][0].vocabulary.num_tokens
+    masks = np.full((sum(len(rows) for _, rows, _ in batch), -(-num_tokens // 32)), 0xFFFFFFFF, np.uint32)
     with_drafts, without, filled = [], [], []
     start = 0
     for grammar, rows, drafts in batch:
-        if read := grammar.drafts(drafts[: len(rows) - 1]):
-            with_drafts.append((grammar.matcher, start, read))
+        # An id that is no token would break the matcher for good; rows behind one are not wanted.
+        known = [*takewhile(lambda d: 0 <= d < num_tokens, drafts[: len(rows) - 1])]
+        if known:
+            with_drafts.append((grammar.matcher, start, known))
         else:
             without.append((grammar.matcher, start))
         filled.append(masks[start : start + len(rows)])
@@ -298,4 +297,4 @@ def _executor() -> LLExecutor:
 
 
 def _shorten(reason: str) -> str:
-    return textwrap.shorten(reason, LONGEST_REASON, placeholder=" ...")
+    return textwrap.shorten(reason.replace("<non-verbose/>", ""), LONGEST_REASON, placeholder=" ...")
