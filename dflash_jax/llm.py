@@ -9,10 +9,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import jax
 from tqdm import tqdm
 
 from dflash_jax.checkpoint.folder import resolve_folder
-from dflash_jax.checkpoint.loader import load_params
+from dflash_jax.checkpoint.loader import load_kv_scales, load_params
 from dflash_jax.checkpoint.tokenizer import Tokenizer
 from dflash_jax.config import (
     DraftConfig,
@@ -26,6 +27,7 @@ from dflash_jax.config import (
 )
 from dflash_jax.core import SEED_LIMIT, CompletionOutput, Prompt, RequestOutput, SamplingParams, TokensPrompt, is_int
 from dflash_jax.engine.engine import Engine, Model
+from dflash_jax.engine.memory import explain_out_of_memory
 from dflash_jax.engine.request import Request, check_params, one_each, tokenize
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.sharding import Mesh
@@ -43,6 +45,7 @@ class LLM:
         draft_model: the same of its DFlash drafter; None decodes one token a pass.
         dtype: "auto" (the checkpoint's; float16 and fp8 become bfloat16), "float32" or "bfloat16".
         kv_cache_dtype: "auto" (dtype), "float32", "bfloat16", "fp8_e4m3", "fp8_e5m2" or "fp8" (e4m3).
+        draft_kv_cache_dtype: the same of the drafter's; "auto" takes kv_cache_dtype.
         tensor_parallel_size: devices that share the model.
         max_model_len: most tokens of prompt and completion; None takes the target's max_position_embeddings.
         max_num_seqs: most sequences that run side by side.
@@ -66,6 +69,7 @@ class LLM:
         *,
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
+        draft_kv_cache_dtype: str = "auto",
         tensor_parallel_size: int = 1,
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
@@ -89,6 +93,7 @@ class LLM:
             draft,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
+            draft_kv_cache_dtype=draft_kv_cache_dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -104,10 +109,8 @@ class LLM:
         self.eos_token_ids = _eos_token_ids(self.generation_config, target, self.tokenizer)
         mesh = Mesh.of(tensor_parallel_size)
         self.engine = Engine(
-            Model(target, load_params(folder, target, self.config.dtype, mesh.place)),
-            Model(draft, load_params(draft_folder, draft, self.config.dtype, mesh.place))
-            if draft is not None and draft_folder is not None
-            else None,
+            _load(folder, target, self.config, mesh),
+            _load(draft_folder, draft, self.config, mesh) if draft is not None and draft_folder is not None else None,
             mesh=mesh,
             config=self.config,
         )
@@ -275,6 +278,14 @@ def _read_configs(folder: Path, draft_folder: Path | None) -> tuple[TargetConfig
     draft = draft_config(read_json(path), str(path), num_target_layers=target.num_hidden_layers)
     check_draft_fits(target, draft, str(path))
     return target, draft
+
+
+def _load(folder: Path, config: TargetConfig | DraftConfig, options: EngineConfig, mesh: Mesh) -> Model:
+    """A model from its folder; the scales come first, since they are small and may be refused."""
+    kv_scales = load_kv_scales(folder, config)
+    with explain_out_of_memory():
+        params = jax.block_until_ready(load_params(folder, config, options.dtype, mesh.place))
+    return Model(config, params, kv_scales)
 
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:

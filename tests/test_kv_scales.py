@@ -1,5 +1,6 @@
 """Scales of fp8 keys and values: from every name in a checkpoint to attention over the pages that need them."""
 
+import json
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
+from dflash_jax import LLM
 from dflash_jax.checkpoint.loader import KVScales, load_kv_scales, load_params
 from dflash_jax.config import EngineConfig, draft_config, target_config
 from dflash_jax.engine.memory import make_caches, plan_layout
@@ -18,7 +20,7 @@ from dflash_jax.engine.sharding import Mesh
 from dflash_jax.engine.state import Tables
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models.target import TargetModel
-from tests.pairs import DRAFT, TARGET, random_tensors
+from tests.pairs import DRAFT, TARGET, greedy, prompt, random_tensors, tokens_of, write_model
 
 LLAMA = TARGET | {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 8, "num_key_value_heads": 4}
 CONFIG, DRAFT_CONFIG = target_config(TARGET), draft_config(DRAFT)  # both with K=2
@@ -163,6 +165,7 @@ def write_unbalanced(folder, config, by):
         tensors[attention + "o_proj.weight"] /= asking.T
     names = [f"model.layers.{i}.self_attn.{x}_scale" for i in range(config.num_hidden_layers) for x in "kv"]
     scales = scale(by[0]) if len(set(by)) == 1 else scale(*by)
+    folder.mkdir(exist_ok=True)
     save_file(tensors | dict.fromkeys(names, scales), folder / "model.safetensors")
 
 
@@ -173,8 +176,9 @@ def test_large_and_small_keys_survive_in_fp8(tmp_path, by, kv_heads, devices):
     write_unbalanced(tmp_path, config, by[:kv_heads])
     params = load_params(tmp_path, config, jnp.float32, Mesh.of(devices).place)
     scales = load_kv_scales(tmp_path, config)
-    write_unbalanced(tmp_path, config, (1,) * kv_heads)
-    balanced = load_params(tmp_path, config, jnp.float32, Mesh.of(devices).place)
+    folder = tmp_path / "balanced"  # the first file may be mapped still
+    write_unbalanced(folder, config, (1,) * kv_heads)
+    balanced = load_params(folder, config, jnp.float32, Mesh.of(devices).place)
 
     def hidden(params, scales, dtype):
         caches = caches_of(config, (scales, None), devices=devices, kv_cache_dtype=dtype)
@@ -217,3 +221,27 @@ def test_each_model_has_its_own(tmp_path):
     assert (one.target.keys[0].dtype, one.draft.keys[0].dtype) == (jnp.bfloat16, jnp.float8_e5m2)
     assert one.target.k_scale is None
     np.testing.assert_array_equal(one.draft.v_scale, scales[1].v)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_from_checkpoint_to_text(tmp_path, devices):
+    """A target with keys of large and small magnitude says what its balanced twin does."""
+    said = []
+    for by in ((1024, 1 / 1024, 1, 32), (1,) * 4):
+        folder = tmp_path / str(by)
+        write_unbalanced(folder, target_config(LLAMA), by)
+        (folder / "config.json").write_text(json.dumps(LLAMA))
+        llm = LLM(folder, kv_cache_dtype="fp8", tensor_parallel_size=devices, page_size=8)
+        said += tokens_of(llm.generate(prompt(*TOKENS[0].tolist()), greedy(24)))
+    assert said[0] == said[1]
+
+
+def test_from_checkpoint_to_drafter(tmp_path):
+    target, draft = write_model(tmp_path / "target", TARGET, 0), write_model(tmp_path / "draft", DRAFT, 0)
+    write(draft, DRAFT_CONFIG, {"layers.1.self_attn.v_scale": scale(3, 5)})
+    llm = LLM(target, draft, draft_kv_cache_dtype="fp8", page_size=8)
+    caches = llm.engine._caches
+    assert caches.target.v_scale is None
+    assert (caches.target.keys[0].dtype, caches.draft.keys[0].dtype) == (jnp.float32, jnp.float8_e4m3fn)
+    np.testing.assert_array_equal(caches.draft.v_scale, [[1, 1], [3, 5]])
+    assert len(tokens_of(llm.generate(prompt(1, 2, 3), greedy(8)))[0]) == 8

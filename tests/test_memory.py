@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dflash_jax.checkpoint.loader import load_params
+from dflash_jax import LLM
 from dflash_jax.config import EngineConfig, draft_config, target_config
 from dflash_jax.engine import memory
 from dflash_jax.engine.memory import capacity_of, explain_out_of_memory, make_caches, plan_layout
@@ -107,6 +107,12 @@ def test_capacity_is_logged(caplog):
     ]
 
 
+def test_an_engine_logs_it_at_start(caplog, tmp_path):
+    with caplog.at_level(logging.INFO, logger="dflash_jax"):
+        LLM(write_model(tmp_path, TARGET, 0), max_num_seqs=2)
+    assert "KV cache size: 1,152 tokens" in [record.getMessage() for record in caplog.records]
+
+
 @pytest.mark.parametrize("devices", [1, 2, 4])  # 2 kv heads divide over two devices and not over four
 @pytest.mark.parametrize("draft_dtype", ["auto", "fp8"])
 def test_pools_take_the_memory_that_was_planned(devices, draft_dtype):
@@ -194,8 +200,8 @@ def test_pools_that_do_not_fit(monkeypatch):
 def test_parameters_that_do_not_fit(monkeypatch, tmp_path):
     write_model(tmp_path, TARGET, 0)
     monkeypatch.setattr(jax, "device_put", raising(FULL_DEVICE))
-    with pytest.raises(ConfigError, match="tensor_parallel_size"), explain_out_of_memory():
-        load_params(tmp_path, SMALL[0], jnp.float32)
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        LLM(tmp_path)
 
 
 def test_other_errors_stay_as_they_are():

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.checkpoint.loader import Params
+from dflash_jax.checkpoint.loader import KVScales, Params
 from dflash_jax.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_jax.core import Logprob
-from dflash_jax.engine.memory import make_caches, plan_layout
+from dflash_jax.engine.memory import log_capacity, make_caches, plan_layout
 from dflash_jax.engine.round import prefill_chunk, run_round
 from dflash_jax.engine.scheduler import Running, Scheduler
 from dflash_jax.engine.sequence import Sequence, TokenLogprobs
@@ -37,6 +37,7 @@ class Model:
 
     config: TargetConfig | DraftConfig
     params: Params
+    kv_scales: KVScales | None = None
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,10 @@ class Engine:
         self.params = (target.params, draft.params if draft else {})
         draft_config = draft.config if draft and isinstance(draft.config, DraftConfig) else None
         self.layout = plan_layout(target.config, draft_config, config)
+        log_capacity(target.config, draft_config, self.layout, config)
         self.scheduler = Scheduler(self.layout, config.max_num_seqs, prefix_caching=config.enable_prefix_caching)
-        self._caches = make_caches(target.config, draft_config, self.layout, config, mesh)
+        kv_scales = (target.kv_scales, draft.kv_scales if draft else None)
+        self._caches = make_caches(target.config, draft_config, self.layout, config, mesh, kv_scales)
         rows = config.max_num_seqs
         self._slots = mesh.replicate(Slots(*(jnp.zeros(rows, jnp.int32) for _ in range(3))))
         self._sampler_rows: list[Sequence | None] = [None] * rows
