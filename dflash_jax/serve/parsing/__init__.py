@@ -1,0 +1,20 @@
+"""From the text of a completion to reasoning, content and tool calls, while it is generated.
+
+One machine, `OutputParser`, serves streams and whole answers. The formats of tool calls are readers: generators that
+take one character at a time and so cannot depend on how the text was cut into chunks.
+"""
+
+from dflash_jax.serve.parsing.deltas import Delta, ParsedOutput, ToolCall, ToolCallDelta, collect
+from dflash_jax.serve.parsing.output_parser import REASONING_PARSERS, TOOL_PARSERS, OutputParser, prompt_reasoning
+
+__all__ = [
+    "REASONING_PARSERS",
+    "TOOL_PARSERS",
+    "Delta",
+    "OutputParser",
+    "ParsedOutput",
+    "ToolCall",
+    "ToolCallDelta",
+    "collect",
+    "prompt_reasoning",
+]
