@@ -222,6 +222,16 @@ def test_filling_only_clears(constraints, byte_tokenizer):
     assert allowed(rows[1]) == byte_tokenizer.encode("x")
 
 
+def test_drafts_beyond_the_rows_are_left_out(byte_tokenizer, constraints):
+    """Llguidance writes a row a draft without looking where its own rows end."""
+    first, second = (constraints["padded"].of(asked(regex=text)) for text in ("abcd", "xyz"))
+    rows = blank(3, 300)
+    fill_masks([(second, rows[2:], []), (first, rows[:2], byte_tokenizer.encode("abc"))])
+    assert [allowed(row) for row in rows] == [[token] for token in byte_tokenizer.encode("abx")]
+    fill_masks([(first, rows[:1], byte_tokenizer.encode("abc")), (second, rows[2:], [])])
+    assert [allowed(row) for row in rows] == [[token] for token in byte_tokenizer.encode("abx")]
+
+
 def test_many_sequences_in_one_call(models, constraints):
     """Filled together or alone, with any number of rows each, sequences get the same."""
     rng = np.random.default_rng(0)
