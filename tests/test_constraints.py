@@ -223,13 +223,12 @@ def test_filling_only_clears(constraints, byte_tokenizer):
 
 
 def test_drafts_beyond_the_rows_are_left_out(byte_tokenizer, constraints):
-    """Llguidance writes a row a draft without looking where its own rows end."""
-    first, second = (constraints["padded"].of(asked(regex=text)) for text in ("abcd", "xyz"))
-    rows = blank(3, 300)
-    fill_masks([(second, rows[2:], []), (first, rows[:2], byte_tokenizer.encode("abc"))])
-    assert [allowed(row) for row in rows] == [[token] for token in byte_tokenizer.encode("abx")]
-    fill_masks([(first, rows[:1], byte_tokenizer.encode("abc")), (second, rows[2:], [])])
-    assert [allowed(row) for row in rows] == [[token] for token in byte_tokenizer.encode("abx")]
+    """Llguidance writes a row a draft, into the next sequence's rows if they are not its own."""
+    first, second = (constraints["padded"].of(asked(regex=text)) for text in ("abcdef", "xyz"))
+    rows = blank(6, 300)
+    fill_masks([(first, rows[:2], byte_tokenizer.encode("abcde")), (second, rows[2:], byte_tokenizer.encode("!"))])
+    assert [allowed(row) for row in rows[:3]] == [[token] for token in byte_tokenizer.encode("abx")]
+    assert all(len(allowed(row)) == 300 for row in rows[3:])  # behind a draft that is none
 
 
 def test_many_sequences_in_one_call(models, constraints):
