@@ -1,0 +1,192 @@
+"""How many tokens of its block the next round verifies. Pure host code: no clock, no randomness, no output at stake.
+
+A drafted block is worth verifying as far as its drafts are likely to be accepted and verifying them is cheap; both
+change with the batch and its texts. `BlockLengths` measures both, and picks the length that emits most tokens a second.
+Length 1 is plain decoding, and two accounts in seconds keep the rest from costing more:
+
+- the lead: what longer blocks have gained on plain decoding, in tokens that were emitted, not hoped for. A length that
+  could lose more than the lead is not picked, whatever the estimates promise. Little of it is kept, for it may be lost.
+- the allowance: a small share of the time, for trying lengths that looked worse when they were last tried.
+
+The engine runs one round ahead: a choice does not know how the round before has ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median_low
+
+import numpy as np
+
+SLACK = 0.015  # of the time: by how much rounds may fall behind plain decoding
+LEAD = 4  # of the longest rounds: the most that a batch may lose of what it once gained; luck at batch 1 needs as much
+ALLOWANCE = 0.01  # of the time
+LEAST_LOSS = 0.05  # of a round: what trying a length costs at least, so that none is tried all the time
+FIRST_TRIES = 4  # of a length that must be measured before any choice
+RECENT = 9  # rounds whose median is the cost: it follows growing contexts, and ignores a compilation or a stall
+STALL = 1.5  # of the expected time: what more a round takes is not the fault of its length
+DECAY = 0.95  # of what is known of a sequence's acceptance, with each round that tells more
+PRIOR = 4  # drafts of a sequence's own that outweigh what is known of all
+HOPE = 0.8  # acceptance of a draft before any is known
+
+
+class RoundSeconds:
+    """What rounds of one batch size cost, by block length.
+
+    Args:
+        lengths: ascending.
+        like: of the nearest batch size that is known. A length that has not been measured is taken to cost what it does
+            there, in proportion to the lengths that have been measured here; without, to lie between these.
+
+    Attributes:
+        estimate: seconds by length.
+        bound: seconds that they will not exceed: where `like` is all there is, verifying twice the tokens may take
+            twice the time, but no longer than even more tokens.
+        to_try: indices of the lengths that must come first.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], like: RoundSeconds | None):
+        self._lengths = np.array(lengths)
+        self.has_likeness = like is not None
+        self._likeness: np.ndarray = np.ones(len(lengths)) if like is None else like.estimate
+        self._recent: list[deque[float]] = [deque(maxlen=RECENT) for _ in lengths]
+        self.is_known = self.has_likeness
+        self.estimate: np.ndarray = self._likeness
+        self.bound = self._likeness
+        # Plain decoding is what all is compared with. The full block is hoped for; it and the shortest span the rest.
+        first = (0,) if like else dict.fromkeys((len(lengths) - 1, 0, 1))
+        self.to_try = deque(index for index in first for _ in range(FIRST_TRIES))
+
+    def observe(self, index: int, seconds: float) -> None:
+        """Take the duration of a round of the length at `index`."""
+        recent = self._recent[index]
+        if self.has_likeness and not recent:
+            recent.append(self.estimate[index])  # so that a first round, which may hold a compilation, is not believed
+        recent.append(seconds)
+        self.is_known = True
+        measured = [i for i, recent in enumerate(self._recent) if recent]
+        ratios = [median_low(self._recent[i]) / self._likeness[i] for i in measured]
+        estimate = self._likeness * np.interp(self._lengths, self._lengths[measured], ratios)
+        self.estimate = not_above_longer(estimate)
+        self.bound = self._bound() if self.has_likeness else self.estimate
+
+    def _bound(self) -> np.ndarray:
+        is_measured = np.array([len(recent) > 2 for recent in self._recent])
+        longer = not_above_longer(np.where(is_measured, self.estimate, np.inf))
+        bound = self.estimate.copy()
+        for i in np.flatnonzero(~is_measured[1:]) + 1:
+            proportional = bound[i - 1] * self._lengths[i] / self._lengths[i - 1]
+            bound[i] = max(bound[i], min(proportional, longer[i]))
+        return bound
+
+
+class BlockLengths:
+    """Picks the block length of each round.
+
+    Args:
+        lengths: the compiled ones, ascending: first 1, last the full block G.
+        max_num_seqs: number of slots.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], max_num_seqs: int):
+        assert list(lengths) == sorted(set(lengths))
+        assert lengths[0] == 1 < lengths[-1]
+        self.lengths = lengths
+        self._ends = np.array(lengths) - 1
+        self._seconds: dict[int, RoundSeconds] = {}  # by rows
+        # How often the drafts 1..G-1 were reached, and how often accepted: of each slot, and of all together.
+        self._seen = np.zeros((max_num_seqs, 2, lengths[-1] - 1))
+        self._seen_of_all = np.zeros((2, lengths[-1] - 1))
+        self._prior = np.full(lengths[-1] - 1, HOPE)
+        self._lead = 0.0
+        self._allowance = 0.0
+        self._unpicked = np.zeros(len(lengths))  # rounds since each was picked
+
+    def choose(self, rows: int, slots: Sequence[int]) -> int:
+        """The length of the next round, which is compiled for this many rows and runs these slots, one at least."""
+        costs = self._seconds_of(rows)
+        index = costs.to_try.popleft() if costs.to_try else self._pick(costs, slots)
+        self._unpicked += 1
+        self._unpicked[index] = 0
+        return self.lengths[index]
+
+    def observe(
+        self, rows: int, length: int, slots: Sequence[int], emitted: Sequence[int], seconds: float | None
+    ) -> None:
+        """Take what a round has emitted and how long it took.
+
+        Args:
+            rows: as given to `choose`.
+            length: as `choose` gave it.
+            slots: those of the round whose sequence still runs.
+            emitted: tokens of each of them, 1..length, as the device counts them.
+            seconds: from the end of the step before to its own; None where that held more than the round, or nothing
+                tells.
+        """
+        costs, index = self._seconds_of(rows), self.lengths.index(length)
+        if seconds is not None:
+            costs.observe(index, seconds)
+        if not slots:
+            return
+        if length > 1:
+            self._observe_acceptance(length, np.asarray(slots), np.asarray(emitted))
+        if costs.is_known:
+            spent, longest = costs.estimate[index], costs.estimate.max()
+            if seconds is not None and length > 1:  # what it took; an estimate that was picked tends to be too low
+                spent = min(seconds, STALL * costs.bound[index])
+            gained = costs.estimate[0] * sum(emitted) / len(slots) - spent
+            self._lead = min(self._lead + gained + SLACK * spent, LEAD * longest)
+            if costs.to_try and not costs.has_likeness:
+                self._lead = longest  # the first measurements are free, and what they show can be tried
+            self._allowance += ALLOWANCE * spent
+
+    def forget(self, slot: int) -> None:
+        """Another sequence has got the slot."""
+        self._seen[slot] = 0
+
+    def _seconds_of(self, rows: int) -> RoundSeconds:
+        if rows not in self._seconds:
+            known = [other for other, costs in self._seconds.items() if costs.is_known]
+            nearest = min(known, key=lambda other: abs(math.log(other / rows)), default=None)
+            self._seconds[rows] = RoundSeconds(self.lengths, None if nearest is None else self._seconds[nearest])
+        return self._seconds[rows]
+
+    def _pick(self, costs: RoundSeconds, slots: Sequence[int]) -> int:
+        """The fastest length, or one that has waited for its turn to be tried: the longer, the more it costs."""
+        tokens, seconds = self._expected_tokens(slots), costs.estimate
+        is_safe = costs.bound - costs.bound[0] <= max(self._lead, 0)  # even if every draft is rejected
+        speed = np.where(is_safe, tokens / seconds, 0)
+        best = int(speed.argmax())
+        loss = np.maximum(seconds - tokens / speed[best], LEAST_LOSS * seconds)
+        urgency = np.where(is_safe, self._unpicked / loss, 0)
+        urgency[best] = 0
+        trial = int(urgency.argmax())
+        if trial == best or loss[trial] > self._allowance:
+            return best
+        self._allowance -= loss[trial]
+        return trial
+
+    def _expected_tokens(self, slots: Sequence[int]) -> np.ndarray:
+        """Tokens that a round of each length would emit, of all slots together."""
+        reached, accepted = self._seen[slots].swapaxes(0, 1)
+        survival = ((accepted + PRIOR * self._prior) / (reached + PRIOR)).cumprod(axis=1)
+        return len(slots) + np.append(0, survival.sum(axis=0).cumsum())[self._ends]
+
+    def _observe_acceptance(self, length: int, slots: np.ndarray, emitted: np.ndarray) -> None:
+        """Count drafts; those after the first rejected one, and after the end of a short block, say nothing."""
+        draft = np.arange(1, self.lengths[-1])
+        reached = draft <= np.minimum(emitted, length - 1)[:, None]
+        seen = np.stack([reached, draft < emitted[:, None]], axis=1)
+        self._seen[slots] = DECAY * self._seen[slots] + seen
+        self._seen_of_all = DECAY * self._seen_of_all + seen.sum(axis=0)
+        before = HOPE
+        for i, (reached_all, accepted_all) in enumerate(self._seen_of_all.T.tolist()):
+            # One draft's worth of the draft before: where few are reached, or none of late, the trend goes on.
+            before = self._prior[i] = (accepted_all + before) / (reached_all + 1)
+
+
+def not_above_longer(seconds: np.ndarray) -> np.ndarray:
+    """Seconds by length, where none takes longer than a longer one: stalls are not believed against such evidence."""
+    return np.minimum.accumulate(seconds[::-1])[::-1]
