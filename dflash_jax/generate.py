@@ -28,9 +28,14 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--draft-model", help="the same of its DFlash drafter; without it, one token a pass")
     model.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="of parameters and activations")
     model.add_argument("--kv-cache-dtype", default="auto", choices=["auto", *KV_CACHE_DTYPES], help="of stored K and V")
+    model.add_argument(
+        "--draft-kv-cache-dtype", default="auto", choices=["auto", *KV_CACHE_DTYPES], help="the same of the drafter's"
+    )
     model.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share the model")
     model.add_argument("--max-model-len", type=int, help="tokens of prompt and completion")
-    model.add_argument("--num-speculative-tokens", type=int, help="drafts a round; without it, block_size - 1")
+    model.add_argument(
+        "--num-speculative-tokens", type=int, help="drafts verified each round; without it, as many as pay"
+    )
     request = parser.add_argument_group("request")
     source = request.add_mutually_exclusive_group()
     source.add_argument("--prompt", default=EMBEDDED_PROMPT, help="text to complete")
@@ -60,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             args.draft_model,
             dtype=args.dtype,
             kv_cache_dtype=args.kv_cache_dtype,
+            draft_kv_cache_dtype=args.draft_kv_cache_dtype,
             tensor_parallel_size=args.tensor_parallel_size,
             max_model_len=args.max_model_len,
             num_speculative_tokens=args.num_speculative_tokens,

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from dflash_jax.config import EngineConfig, LayerMask, check_draft_fits, draft_config, target_config
+from dflash_jax.config import EngineArgs, EngineConfig, LayerMask, check_draft_fits, draft_config, target_config
 from dflash_jax.config.draft import default_target_layer_ids
 from dflash_jax.errors import ConfigError
 from tests.pairs import DRAFT, TARGET
@@ -275,20 +275,8 @@ def test_drafter_that_does_not_fit(changes, words):
 
 
 def options(**changes):
-    defaults = {
-        "dtype": "auto",
-        "kv_cache_dtype": "auto",
-        "max_model_len": None,
-        "num_speculative_tokens": None,
-        "max_num_seqs": 2,
-        "max_num_batched_tokens": 64,
-        "tensor_parallel_size": 1,
-        "page_size": 16,
-        "enable_prefix_caching": True,
-        "gpu_memory_utilization": 0.9,
-        "kv_cache_memory_bytes": None,
-    }
-    return EngineConfig.of(target_config(TARGET), draft_config(DRAFT), **(defaults | changes))
+    args = EngineArgs(max_num_seqs=2, max_num_batched_tokens=64, page_size=16)
+    return EngineConfig.of(dataclasses.replace(args, **changes), target_config(TARGET), draft_config(DRAFT))
 
 
 def test_options_resolve():
@@ -301,15 +289,8 @@ def test_options_resolve():
     mixed = options(kv_cache_dtype="bfloat16", draft_kv_cache_dtype="fp8_e5m2")
     assert (mixed.kv_cache_dtype, mixed.draft_kv_cache_dtype) == ("bfloat16", "float8_e5m2")
     half = dataclasses.replace(target_config(TARGET), dtype="float16")
-    assert EngineConfig.of(half, None, **(dataclasses.asdict(config) | OPTIONAL)).dtype == "bfloat16"
-
-
-OPTIONAL = {
-    "dtype": "auto",
-    "kv_cache_dtype": "auto",
-    "draft_kv_cache_dtype": "auto",
-    "num_speculative_tokens": None,
-}
+    assert EngineConfig.of(EngineArgs(), half, None).dtype == "bfloat16"
+    assert (config.adaptive_speculation, options(num_speculative_tokens=5).adaptive_speculation) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -324,6 +305,8 @@ OPTIONAL = {
         ({"page_size": 0}, ["page_size=0"]),
         ({"gpu_memory_utilization": 1.5}, ["gpu_memory_utilization=1.5"]),
         ({"kv_cache_memory_bytes": -1}, ["kv_cache_memory_bytes=-1"]),
+        ({"max_num_queued_seqs": 0}, ["max_num_queued_seqs=0"]),
+        ({"compile_at_start": 1}, ["compile_at_start=1"]),
         ({"num_speculative_tokens": 6}, ["6", "1 to 5"]),
         ({"num_speculative_tokens": 0}, ["0", "1 to 5"]),
     ],
@@ -337,6 +320,4 @@ def test_bad_options(changes, words):
 
 def test_drafts_need_a_drafter():
     with pytest.raises(ConfigError, match="draft_model"):
-        EngineConfig.of(
-            target_config(TARGET), None, **(dataclasses.asdict(options()) | OPTIONAL | {"num_speculative_tokens": 3})
-        )
+        EngineConfig.of(EngineArgs(num_speculative_tokens=3), target_config(TARGET), None)

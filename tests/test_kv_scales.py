@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from dflash_jax import LLM
 from dflash_jax.checkpoint.loader import KVScales, load_kv_scales, load_params
-from dflash_jax.config import EngineConfig, draft_config, target_config
+from dflash_jax.config import EngineArgs, EngineConfig, draft_config, target_config
 from dflash_jax.engine.memory import make_caches, plan_layout
 from dflash_jax.engine.sharding import Mesh
 from dflash_jax.engine.state import Tables
@@ -120,29 +120,24 @@ def test_scales_that_nothing_asks_for(tmp_path):
 
 
 def caches_of(config, scales, *, devices=1, draft=None, **options):
-    engine = EngineConfig.of(
-        config,
-        draft,
+    args = EngineArgs(
         dtype="float32",
         max_model_len=64,
-        num_speculative_tokens=None,
-        enable_prefix_caching=False,
-        gpu_memory_utilization=0.9,
         kv_cache_memory_bytes=1 << 24,
         max_num_seqs=2,
-        max_num_batched_tokens=64,
         tensor_parallel_size=devices,
         page_size=8,
-        **({"kv_cache_dtype": "auto"} | options),
+        **options,
     )
+    engine = EngineConfig.of(args, config, draft)
     return make_caches(config, draft, plan_layout(config, draft, engine), engine, Mesh.of(devices), scales)
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="caches")
 def step(params, caches, *, config):
     """The last hidden states of `TOKENS`, in two parts over one cache; and the pools after them."""
-    table = jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
-    caches = caches.through(Tables(full=table, sliding=table, sliding_from=jnp.zeros(2, jnp.int32)))
+    table = np.arange(8).reshape(2, 4)
+    caches = caches.through(Tables.pack(np.arange(2), np.zeros(2), table, table))
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
     for part in (slice(0, 16), slice(16, None)):
         hidden, _, cache = TargetModel(config).apply(

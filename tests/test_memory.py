@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from dflash_jax import LLM
-from dflash_jax.config import EngineConfig, draft_config, target_config
+from dflash_jax.config import EngineArgs, EngineConfig, draft_config, target_config
 from dflash_jax.engine import memory
 from dflash_jax.engine.memory import capacity_of, explain_out_of_memory, make_caches, plan_layout
 from dflash_jax.engine.sharding import Mesh
@@ -42,20 +42,7 @@ GIB = 1 << 30
 
 
 def options(pair, **changes):
-    chosen = {
-        "dtype": "auto",
-        "kv_cache_dtype": "auto",
-        "max_model_len": None,
-        "num_speculative_tokens": None,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 8192,
-        "tensor_parallel_size": 1,
-        "page_size": 64,
-        "enable_prefix_caching": True,
-        "gpu_memory_utilization": 0.9,
-        "kv_cache_memory_bytes": None,
-    }
-    return EngineConfig.of(*pair, **(chosen | changes))
+    return EngineConfig.of(EngineArgs(**changes), *pair)
 
 
 def capacity(**changes):
@@ -155,9 +142,9 @@ def test_what_a_step_takes():
         memory.working_bytes(*PAIR, options(PAIR, **more))
         for more in ({"max_num_seqs": 1}, {"max_num_seqs": 64}, {"max_num_seqs": 1, "max_num_batched_tokens": 16384})
     )
-    assert few == chunk + 9 * 151936  # the chunk is larger than a round of one sequence
-    assert many == rounds + 9 * 64 * 151936
-    assert longer == 2 * chunk + 9 * 151936
+    assert few == chunk + memory.SAMPLING_STATE_BYTES * 151936  # the chunk is larger than a round of one sequence
+    assert many == rounds + memory.SAMPLING_STATE_BYTES * 64 * 151936
+    assert longer == 2 * chunk + memory.SAMPLING_STATE_BYTES * 151936
 
 
 def test_no_room_is_no_negative_number(monkeypatch):

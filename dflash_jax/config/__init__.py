@@ -1,5 +1,6 @@
 """Frozen configurations; every check of a bad `config.json` or option is in this package."""
 
+from dflash_jax.config.args import EngineArgs
 from dflash_jax.config.draft import check_draft_fits, draft_config
 from dflash_jax.config.engine import EngineConfig
 from dflash_jax.config.fields import Fields, read_json
@@ -9,6 +10,7 @@ from dflash_jax.config.target import target_config
 __all__ = [
     "DecoderConfig",
     "DraftConfig",
+    "EngineArgs",
     "EngineConfig",
     "Fields",
     "LayerMask",

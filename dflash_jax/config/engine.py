@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from dflash_jax.config.args import EngineArgs
 from dflash_jax.config.model import DraftConfig, TargetConfig
 from dflash_jax.core import is_int
 from dflash_jax.errors import ConfigError
@@ -21,7 +22,7 @@ KV_CACHE_DTYPES = {
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Options of an engine; `LLM` says what each means. Dtypes are resolved, lengths are numbers."""
+    """`EngineArgs` resolved against the models: dtypes are dtypes, lengths are numbers."""
 
     dtype: jnp.dtype
     kv_cache_dtype: jnp.dtype
@@ -29,60 +30,65 @@ class EngineConfig:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_queued_seqs: int | None  # None bounds nothing
     num_speculative_tokens: int  # 0 without a drafter
+    adaptive_speculation: bool  # whether a round may verify fewer
     tensor_parallel_size: int
     page_size: int
     enable_prefix_caching: bool
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | None  # None: what the device has left
+    compile_at_start: bool
 
     @staticmethod
-    def of(
-        target: TargetConfig,
-        draft: DraftConfig | None,
-        *,
-        dtype: str,
-        kv_cache_dtype: str,
-        max_model_len: int | None,
-        num_speculative_tokens: int | None,
-        enable_prefix_caching: bool,
-        gpu_memory_utilization: float,
-        kv_cache_memory_bytes: int | None,
-        draft_kv_cache_dtype: str = "auto",
-        **sizes: int,
-    ) -> EngineConfig:
+    def of(args: EngineArgs, target: TargetConfig, draft: DraftConfig | None) -> EngineConfig:
         """Resolve the options against the models.
 
         Raises:
             ConfigError: an option is unknown, out of range, or contradicts the models.
         """
         own = "float32" if target.dtype == "float32" else "bfloat16"
-        compute = _choose("dtype", dtype, DTYPES, own)
-        longest = target.max_position_embeddings if max_model_len is None else max_model_len
-        for name, value in {"max_model_len": longest, **sizes}.items():
-            if not is_int(value) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be an integer of at least 1.")
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization={gpu_memory_utilization!r} must be in (0, 1].")
-        if kv_cache_memory_bytes is not None and (not is_int(kv_cache_memory_bytes) or kv_cache_memory_bytes < 1):
-            raise ConfigError(f"kv_cache_memory_bytes={kv_cache_memory_bytes!r} must be an integer of at least 1.")
+        compute = _choose("dtype", args.dtype, DTYPES, own)
+        longest = target.max_position_embeddings if args.max_model_len is None else args.max_model_len
+        if not 0 < args.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization={args.gpu_memory_utilization!r} must be in (0, 1].")
+        for name in ("enable_prefix_caching", "compile_at_start"):
+            if not isinstance(getattr(args, name), bool):
+                raise ConfigError(f"{name}={getattr(args, name)!r} must be True or False.")
+        stored = compute.name if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+        resolved = EngineConfig(
+            dtype=compute,
+            kv_cache_dtype=_choose("kv_cache_dtype", args.kv_cache_dtype, KV_CACHE_DTYPES, stored),
+            draft_kv_cache_dtype=_choose("draft_kv_cache_dtype", args.draft_kv_cache_dtype, KV_CACHE_DTYPES, stored),
+            max_model_len=_size("max_model_len", longest),
+            max_num_seqs=_size("max_num_seqs", args.max_num_seqs),
+            max_num_batched_tokens=_size("max_num_batched_tokens", args.max_num_batched_tokens),
+            max_num_queued_seqs=_optional_size("max_num_queued_seqs", args.max_num_queued_seqs),
+            num_speculative_tokens=_num_drafts(args.num_speculative_tokens, draft),
+            adaptive_speculation=draft is not None and args.num_speculative_tokens is None,
+            tensor_parallel_size=_size("tensor_parallel_size", args.tensor_parallel_size),
+            page_size=_size("page_size", args.page_size),
+            enable_prefix_caching=args.enable_prefix_caching,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            kv_cache_memory_bytes=_optional_size("kv_cache_memory_bytes", args.kv_cache_memory_bytes),
+            compile_at_start=args.compile_at_start,
+        )
         if longest > target.max_position_embeddings:
             raise ConfigError(
                 f"max_model_len={longest} exceeds the model's max_position_embeddings="
                 f"{target.max_position_embeddings}; lower it, or extend the model with rope_scaling in its config.json."
             )
-        stored = compute.name if kv_cache_dtype == "auto" else kv_cache_dtype
-        return EngineConfig(
-            dtype=compute,
-            kv_cache_dtype=_choose("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES, stored),
-            draft_kv_cache_dtype=_choose("draft_kv_cache_dtype", draft_kv_cache_dtype, KV_CACHE_DTYPES, stored),
-            max_model_len=longest,
-            num_speculative_tokens=_num_drafts(num_speculative_tokens, draft),
-            enable_prefix_caching=enable_prefix_caching,
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            **sizes,
-        )
+        return resolved
+
+
+def _size(name: str, value: int) -> int:
+    if not is_int(value) or value < 1:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least 1.")
+    return value
+
+
+def _optional_size(name: str, value: int | None) -> int | None:
+    return None if value is None else _size(name, value)
 
 
 def _choose(name: str, value: str, known: dict[str, type], auto: str) -> jnp.dtype:

@@ -1,0 +1,191 @@
+"""From what a user gives to requests of an engine: loading, prompts, chats and sampling parameters."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dflash_jax.checkpoint.folder import resolve_folder
+from dflash_jax.checkpoint.loader import load_kv_scales, load_params
+from dflash_jax.checkpoint.tokenizer import Tokenizer
+from dflash_jax.config import (
+    DraftConfig,
+    EngineArgs,
+    EngineConfig,
+    Fields,
+    TargetConfig,
+    check_draft_fits,
+    draft_config,
+    read_json,
+    target_config,
+)
+from dflash_jax.core import SEED_LIMIT, CompletionOutput, Prompt, SamplingParams, TokensPrompt, is_int
+from dflash_jax.engine.constraints import Constraints
+from dflash_jax.engine.engine import Engine, Model
+from dflash_jax.engine.memory import explain_out_of_memory
+from dflash_jax.engine.request import Request, cache_salt_of, check_params, tokenize
+from dflash_jax.engine.sequence import Sequence
+from dflash_jax.engine.sharding import Mesh
+from dflash_jax.env import claim_device_memory, enable_compilation_cache
+from dflash_jax.errors import ConfigError, RequestError
+
+EMBEDDED = Path(__file__).parent / "embedded"
+Message = Mapping[str, Any]
+
+
+class Frontend:
+    """What stands between users and an engine: everything that knows text.
+
+    Attributes:
+        tokenizer: None where the model folder has none.
+        generation_config: of `generation_config.json`.
+        eos_token_ids: every token that ends a text.
+    """
+
+    def __init__(self, folder: Path, target: TargetConfig, config: EngineConfig, *, seed: int | None):
+        self.config, self.vocab_size = config, target.vocab_size
+        self.tokenizer = Tokenizer.of(folder)
+        path = folder / "generation_config.json"
+        self.generation_config: dict[str, Any] = read_json(path) if path.exists() else {}
+        self.eos_token_ids = _eos_token_ids(self.generation_config, target, self.tokenizer)
+        self._constraints = (
+            Constraints(self.tokenizer, target.vocab_size, self.eos_token_ids) if self.tokenizer else None
+        )
+        self._seeds = random.Random(seed)
+        self._request_ids = count()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generation_config.json` recommends, as vLLM reads it."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        chosen = {n: self.generation_config[n] for n in names if self.generation_config.get(n) is not None}
+        try:
+            return SamplingParams(**chosen)
+        except RequestError as error:
+            raise ConfigError(f"generation_config.json: {error}") from error
+
+    def chat_prompt(
+        self,
+        messages: Seq[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> TokensPrompt:
+        """The prompt that a conversation becomes.
+
+        Raises:
+            RequestError: the model has no tokenizer or no chat template, or the template refuses the messages.
+        """
+        if self.tokenizer is None:
+            raise RequestError("a chat needs a tokenizer and the model folder has none; use generate() with token ids.")
+        token_ids = self.tokenizer.chat(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            options=chat_template_kwargs,
+        )
+        return {"prompt_token_ids": token_ids}
+
+    def request(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> Request:
+        """A checked request, ready for the engine.
+
+        Raises:
+            RequestError: the prompt or its parameters cannot be served.
+        """
+        text, token_ids = tokenize(prompt, self.tokenizer, vocab_size=self.vocab_size)
+        salt = cache_salt_of(prompt)
+        max_new_tokens = check_params(
+            params,
+            prompt_length=len(token_ids),
+            max_model_len=self.config.max_model_len,
+            vocab_size=self.vocab_size,
+            has_tokenizer=self.tokenizer is not None,
+        )
+        seed = self._seeds.randrange(SEED_LIMIT) if params.seed is None else params.seed
+        number = str(next(self._request_ids))
+        sequences: list[Sequence] = []
+        for i in range(params.n):
+            sequences.append(
+                Sequence(
+                    prompt_token_ids=token_ids,
+                    params=params,
+                    seed=(seed + i) % SEED_LIMIT,
+                    eos_token_ids=() if params.ignore_eos else self.eos_token_ids,
+                    max_new_tokens=max_new_tokens,
+                    tokenizer=self.tokenizer,
+                    output=CompletionOutput(index=i),
+                    constraint=self._constraints.of(params) if self._constraints else None,
+                    first=sequences[0] if sequences else None,
+                    cache_salt=self._page_salt(salt, number, params.n),
+                )
+            )
+        return Request(request_id or number, text, token_ids, sequences, cache_salt=salt)
+
+    def _page_salt(self, salt: str | None, number: str, n: int) -> bytes | None:
+        """Who shares pages: with the prefix cache all of a salt; without it the completions of one prompt."""
+        if self.config.enable_prefix_caching:
+            return (salt or "").encode()
+        return None if n == 1 else number.encode()
+
+
+def load(model: str | Path | None, draft_model: str | Path | None, args: EngineArgs) -> tuple[Frontend, Engine]:
+    """Load a model and its drafter.
+
+    Raises:
+        ConfigError: an unknown architecture, a drafter that does not fit, or an impossible option.
+        CheckpointError: a folder, file or tensor is missing, damaged or surplus.
+    """
+    if args.seed is not None and not is_int(args.seed):
+        raise ConfigError(f"seed={args.seed!r} must be an integer.")
+    if model is None:
+        model, draft_model = EMBEDDED / "target", draft_model or EMBEDDED / "draft"
+    folder = resolve_folder(model)
+    draft_folder = None if draft_model is None else resolve_folder(draft_model)
+    target, draft = _read_configs(folder, draft_folder)
+    config = EngineConfig.of(args, target, draft)
+    frontend = Frontend(folder, target, config, seed=args.seed)
+    claim_device_memory()
+    enable_compilation_cache()
+    mesh = Mesh.of(config.tensor_parallel_size)
+    return frontend, Engine(
+        _load(folder, target, config, mesh),
+        None if draft_folder is None or draft is None else _load(draft_folder, draft, config, mesh),
+        mesh=mesh,
+        config=config,
+    )
+
+
+def _load(folder: Path, model: TargetConfig | DraftConfig, config: EngineConfig, mesh: Mesh) -> Model:
+    """A model from its folder; the scales come first, since they are small and may be refused."""
+    kv_scales = load_kv_scales(folder, model)
+    with explain_out_of_memory():
+        params = jax.block_until_ready(load_params(folder, model, config.dtype, mesh.place))
+    return Model(model, params, kv_scales)
+
+
+def _read_configs(folder: Path, draft_folder: Path | None) -> tuple[TargetConfig, DraftConfig | None]:
+    """Both configurations, checked against each other before any tensor is looked at."""
+    path = folder / "config.json"
+    target = target_config(read_json(path), str(path))
+    if draft_folder is None:
+        return target, None
+    path = draft_folder / "config.json"
+    draft = draft_config(read_json(path), str(path), num_target_layers=target.num_hidden_layers)
+    check_draft_fits(target, draft, str(path))
+    return target, draft
+
+
+def _eos_token_ids(
+    generation_config: Mapping[str, Any], target: TargetConfig, tokenizer: Tokenizer | None
+) -> tuple[int, ...]:
+    """Every token that ends a text: generation_config.json's, config.json's and the tokenizer's."""
+    ids = [*Fields(generation_config, "generation_config.json").token_ids("eos_token_id"), *target.eos_token_ids]
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return tuple(dict.fromkeys(ids))
