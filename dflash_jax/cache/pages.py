@@ -62,6 +62,11 @@ class PagePool:
             self._page_of[page_hash] = page
             self._hash_of[page] = page_hash
 
+    def forget(self, pages: Iterable[int]) -> None:
+        """Let nobody share these pages from now on."""
+        for page in pages:
+            self._forget(page)
+
     def give_back(self, pages: Iterable[int]) -> None:
         """Stop owning pages. The last is reused first: chains lose their end, not their beginning."""
         for page in reversed(list(pages)):
@@ -90,11 +95,18 @@ class PagePool:
             del self._page_of[page_hash]
 
 
-def extend_hashes(hashes: list[PageHash], token_ids: Sequence[int], page_size: int) -> None:
-    """Append the hashes of the whole pages of a text that are not in the list yet.
+def extend_hashes(hashes: list[PageHash], token_ids: Sequence[int], page_size: int, salt: bytes = b"") -> None:
+    """Append the hashes of the whole pages that come next in a text.
 
-    A page's hash stands for everything up to its end.
+    A page's hash stands for everything up to its end, and for the salt: texts of different salts share nothing.
+
+    Args:
+        hashes: of the pages before.
+        token_ids: of the text behind these pages.
+        page_size: tokens a page.
+        salt: of the text.
     """
-    for start in range(len(hashes) * page_size, len(token_ids) - page_size + 1, page_size):
+    for start in range(0, len(token_ids) - page_size + 1, page_size):
         page = np.asarray(token_ids[start : start + page_size], np.int32).tobytes()
-        hashes.append(hashlib.blake2b(hashes[-1] + page if hashes else page, digest_size=16).digest())
+        before = hashes[-1] if hashes else hashlib.blake2b(salt, digest_size=16).digest()
+        hashes.append(hashlib.blake2b(before + page, digest_size=16).digest())
