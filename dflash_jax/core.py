@@ -145,8 +145,7 @@ class SamplingParams:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
+class Logprob(NamedTuple):
     """Log-probability of a token under the target's unprocessed distribution, and its rank (1 = likeliest)."""
 
     logprob: float
@@ -166,6 +165,19 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"; None while running
     stop_reason: int | str | None = None  # the stop token or string; None for an end-of-sequence token
     error: str | None = None  # the cause of finish_reason "error"
+
+    def copy(self) -> CompletionOutput:
+        """A snapshot, which what comes later leaves alone."""
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=self.token_ids.copy(),
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else self.logprobs.copy(),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
+        )
 
 
 @dataclass(slots=True)

@@ -15,3 +15,11 @@ class CheckpointError(DFlashError, ValueError):
 
 class RequestError(DFlashError, ValueError):
     """A prompt or its sampling parameters cannot be served."""
+
+
+class EngineDeadError(DFlashError, RuntimeError):
+    """The engine has failed for good, or was closed; it serves nothing until it is started again."""
+
+
+class QueueFullError(DFlashError, RuntimeError):
+    """As many requests wait as may; the same request can be served later."""

@@ -76,8 +76,13 @@ def prompt(*token_ids: int) -> dict:
 
 
 def golden_llm(name: str, *, drafter: bool = True, **options) -> LLM:
+    """A golden pair; every round verifies the whole block, as the reference implementation does."""
     folder = GOLDEN / name
-    return LLM(folder / "target", draft_model=folder / "draft" if drafter else None, dtype="float32", **options)
+    if not drafter:
+        return LLM(folder / "target", dtype="float32", **options)
+    block = json.loads((folder / "draft" / "config.json").read_text())["block_size"]
+    options.setdefault("num_speculative_tokens", block - 1)
+    return LLM(folder / "target", folder / "draft", dtype="float32", **options)
 
 
 def golden_cases(name: str) -> list[dict]:
@@ -90,6 +95,14 @@ def greedy(max_tokens: int, **options) -> SamplingParams:
 
 def tokens_of(outputs) -> list[list[int]]:
     return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+def assert_empty(engine) -> None:
+    """Nothing runs, and every page is free."""
+    assert engine.is_idle
+    engine.scheduler.check_integrity()
+    for pool in (engine.scheduler.full, engine.scheduler.sliding):
+        assert pool.num_free == pool.num_pages
 
 
 EOS, MASK = 256, 257  # of the byte tokenizer

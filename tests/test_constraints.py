@@ -23,7 +23,7 @@ from dflash_jax.engine.constraints import (
     llguidance_grammar,
 )
 from dflash_jax.errors import RequestError
-from dflash_jax.llm import EMBEDDED
+from dflash_jax.frontend import EMBEDDED
 from tests.pairs import EOS, write_byte_tokenizer
 
 SCHEMA = {

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from dflash_jax import LLM, SamplingParams
+from dflash_jax.frontend import EMBEDDED
 from dflash_jax.generate import EMBEDDED_PROMPT
-from dflash_jax.llm import EMBEDDED
 
 LICENSE = (Path(__file__).parents[1] / "LICENSE").read_text(encoding="utf-8")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
@@ -21,7 +21,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(max_num_seqs=4, max_model_len=1024)
+    return LLM(max_num_seqs=4, max_model_len=1024, num_speculative_tokens=15)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_same_tokens_without_the_drafter(recited):
 
 
 def test_the_whole_licence_then_the_end(llm):
-    result = LLM().generate(TITLE, SamplingParams(temperature=0.0, max_tokens=3000))[0]
+    result = LLM(num_speculative_tokens=15).generate(TITLE, SamplingParams(temperature=0.0, max_tokens=3000))[0]
     assert TITLE + result.outputs[0].text == LICENSE
     assert result.outputs[0].finish_reason == "stop"
     assert result.outputs[0].token_ids[-1] == llm.tokenizer.eos_token_id

@@ -1,17 +1,38 @@
 """The engine under load: whatever runs beside a request, is preempted, shared or aborted, its answer stays its own."""
 
+import json
+import os
 from functools import cache
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from dflash_jax import LLM, ConfigError, SamplingParams
-from tests.pairs import DRAFT, TARGET, golden_cases, golden_llm, greedy, prompt, tokens_of, write_model
+from dflash_jax import LLM, ConfigError, SamplingParams, StructuredOutputsParams
+from tests.pairs import (
+    BYTE_VOCABULARY,
+    DRAFT,
+    EOS,
+    MASK,
+    TARGET,
+    assert_empty,
+    golden_cases,
+    golden_llm,
+    greedy,
+    prompt,
+    tokens_of,
+    write_byte_tokenizer,
+    write_model,
+)
 
-VOCABULARY = 16
-SIZES = {"vocab_size": VOCABULARY, "num_hidden_layers": 3, "num_target_layers": 3, "max_position_embeddings": 64}
+SIZES = {
+    "vocab_size": BYTE_VOCABULARY,
+    "num_hidden_layers": 3,
+    "num_target_layers": 3,
+    "max_position_embeddings": 64,
+    "eos_token_id": EOS,
+}
 SLIDING, FULL = "sliding_attention", "full_attention"
 BASES = [list(range(12)), [5] * 9, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [7]]
 PARAMS = [
@@ -20,42 +41,64 @@ PARAMS = [
     SamplingParams(temperature=0.8, seed=1, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=1.2, top_k=5, seed=2, max_tokens=11, min_tokens=4, stop_token_ids=[3, 4]),
     SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=9, n=2, ignore_eos=True),
+    SamplingParams(temperature=0, presence_penalty=1.5, repetition_penalty=1.4, max_tokens=17, logprobs=2),
+    SamplingParams(temperature=0.9, seed=4, frequency_penalty=0.8, logit_bias={65: 6.0}, max_tokens=12, n=2),
+    SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(regex="[ab]{3,9}c"), max_tokens=15),
+    SamplingParams(temperature=1.5, seed=5, bad_words=["a", "b b"], allowed_token_ids=[97, 98, 32], max_tokens=10),
+    SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=3, ignore_eos=True),
 ]
+# Examples of the state machine; DFLASH_TEST_LONG multiplies them.
+EXAMPLES = 12 * int(os.environ.get("DFLASH_TEST_LONG", "1"))
 
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory):
+    """A random target over bytes, and drafters of it: with a sliding and a full layer, and with full ones alone."""
     folder = tmp_path_factory.mktemp("engine")
-    raw = DRAFT | SIZES | {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL], "sliding_window": 6, "block_size": 4}
-    raw["dflash_config"] = {"target_layer_ids": [0, 2], "mask_token_id": 15}
-    return write_model(folder / "target", TARGET | SIZES, 0), write_model(folder / "draft", raw, 1)
+    raw = DRAFT | SIZES | {"num_hidden_layers": 2, "block_size": 4}
+    raw["dflash_config"] = {"target_layer_ids": [0, 2], "mask_token_id": MASK}
+    sliding = raw | {"layer_types": [SLIDING, FULL], "sliding_window": 6}
+    return (
+        write_byte_tokenizer(write_model(folder / "target", TARGET | SIZES, 0)),
+        write_model(folder / "sliding", sliding, 1),
+        write_model(folder / "full", raw, 2),
+    )
 
 
 def check(engine):
     engine.scheduler.check_integrity()
 
 
-def assert_empty(engine):
-    assert engine.is_idle
-    check(engine)
-    for pool in (engine.scheduler.full, engine.scheduler.sliding):
-        assert pool.num_free == pool.num_pages
+@cache
+def alone(target):
+    """Whoever is alone in an engine without a drafter, without a past."""
+    return LLM(target, max_num_seqs=1, enable_prefix_caching=False)
 
 
-@pytest.fixture(scope="session")
-def machine(pair):
+def answers(request):
+    """All that a request says, in a form that can be compared."""
+    output = request.output()
+    logprobs = [[list(entries) for entries in c.logprobs or ()] for c in output.outputs]
+    prompt_logprobs = [entries and list(entries) for entries in output.prompt_logprobs or ()]
+    return tokens_of([output]), [c.text for c in output.outputs], logprobs, prompt_logprobs
+
+
+def machine_of(target, drafter, **options):
     """A class of state machines over engines of one shape, so that steps are compiled once."""
-    alone = LLM(pair[0], max_num_seqs=1, enable_prefix_caching=False)
 
     @cache
     def expected(tokens, params):
-        return tokens_of(alone.generate(prompt(*tokens), PARAMS[params]))
+        llm = alone(target)
+        request = llm.frontend.request(prompt(*tokens), PARAMS[params])
+        for _ in llm.engine.run(request.sequences):
+            pass
+        return answers(request)
 
     class EngineMachine(RuleBasedStateMachine):
         def __init__(self):
             super().__init__()
             # 20 pages of 4 tokens: one sequence of 64 tokens and its look-ahead fits, four do not
-            self.llm = LLM(*pair, max_num_seqs=4, page_size=4, max_num_batched_tokens=8, kv_cache_memory_bytes=110_000)
+            self.llm = LLM(target, drafter, max_num_seqs=4, page_size=4, max_num_batched_tokens=8, **options)
             self.engine, self.requests = self.llm.engine, []
 
         @rule(
@@ -63,13 +106,14 @@ def machine(pair):
             cut=st.integers(1, 20),
             tail=st.lists(st.integers(0, 15), max_size=3),
             params=st.integers(0, len(PARAMS) - 1),
+            salt=st.sampled_from([None, "tenant"]),
         )
-        def add(self, base, cut, tail, params):
+        def add(self, base, cut, tail, params, salt):
             tokens = (*BASES[base][:cut], *tail)
-            request = self.llm._request(prompt(*tokens), PARAMS[params])
+            salted = prompt(*tokens) | ({"cache_salt": salt} if salt else {})
+            request = self.llm.frontend.request(salted, PARAMS[params])
             self.requests.append((tokens, params, request))
-            for sequence in request.sequences:
-                self.engine.add(sequence)
+            self.engine.add(request.sequences)
 
         @rule(steps=st.integers(1, 6))
         def step(self, steps):
@@ -93,19 +137,33 @@ def machine(pair):
                 check(self.engine)
             assert_empty(self.engine)
             for tokens, params, request in self.requests:
-                for sequence, wanted in zip(request.sequences, expected(tokens, params), strict=True):
+                wanted = expected(tokens, params)
+                if not any(s.output.finish_reason == "abort" for s in request.sequences):
+                    assert answers(request) == wanted
+                for sequence, all_of_it in zip(request.sequences, wanted[0], strict=True):
                     found = sequence.output.token_ids
                     assert sequence.finished
+                    assert sequence.output.finish_reason != "error", sequence.output.error
                     aborted = sequence.output.finish_reason == "abort"
-                    assert found == (wanted[: len(found)] if aborted else wanted)
+                    assert found == (all_of_it[: len(found)] if aborted else all_of_it)
 
     return EngineMachine
 
 
-def test_every_answer_is_its_own(machine):
-    from hypothesis.stateful import run_state_machine_as_test
-
-    run_state_machine_as_test(machine, settings=settings(max_examples=12, stateful_step_count=25, deadline=None))
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        (1, {"kv_cache_memory_bytes": 110_000}),
+        (1, {"kv_cache_memory_bytes": 110_000, "num_speculative_tokens": 3, "enable_prefix_caching": False}),
+        (2, {"kv_cache_memory_bytes": 130_000}),
+        (None, {"kv_cache_memory_bytes": 100_000}),
+    ],
+    ids=["sliding", "sliding-fixed-uncached", "full", "no-drafter"],
+)
+def test_every_answer_is_its_own(pair, drafter, options):
+    machine = machine_of(pair[0], None if drafter is None else pair[drafter], **options)
+    examples = EXAMPLES if drafter == 1 and len(options) == 1 else EXAMPLES // 3
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=25, deadline=None))
 
 
 PAIR = "qwen3_swa_tied"
@@ -125,30 +183,42 @@ def test_acceptance_after_a_prefix_hit(page_size):
     llm = golden_llm(PAIR, page_size=page_size)
     prompts = [prompt(*case["input_ids"]) for case in cases]
     assert_acceptance(llm.generate(prompts, greedy(80)), cases)
-    hits = []
-    admit = llm.engine.scheduler.admit
-
-    def spy():
-        admitted = admit()
-        hits.extend(running.prefilled for running in admitted)
-        return admitted
-
-    llm.engine.scheduler.admit = spy
-    assert_acceptance(llm.generate(prompts, greedy(80)), cases)
+    again = llm.generate(prompts, greedy(80))
+    assert_acceptance(again, cases)
+    hits = [output.metrics.num_cached_tokens for output in again]
     assert hits == [(len(case["input_ids"]) - 1) // page_size * page_size for case in cases]
+    salted = llm.generate([p | {"cache_salt": "tenant"} for p in prompts], greedy(80))
+    assert_acceptance(salted, cases)
+    assert [output.metrics.num_cached_tokens for output in salted] == [0] * len(cases)
 
 
 def test_acceptance_after_preemption():
     cases = golden_cases(PAIR)
     llm = golden_llm(PAIR, page_size=4, max_num_seqs=4, max_model_len=160, kv_cache_memory_bytes=1_000_000)
-    preempted = []
-    preempt = llm.engine.scheduler.preempt_last
-    llm.engine.scheduler.preempt_last = lambda: preempted.append(1) or preempt()
     outputs = llm.generate([prompt(*case["input_ids"]) for case in cases], greedy(80))
-    assert preempted
+    assert llm.engine.scheduler.num_preemptions > 0
     assert tokens_of(outputs) == [case["output_ids"] for case in cases]
     assert_acceptance(outputs, cases)
     assert_empty(llm.engine)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_completions_share_the_pages_of_their_prompt(caching):
+    """Also without a prefix cache: then nobody else does."""
+    case = golden_cases(PAIR)[3]
+    llm = golden_llm(PAIR, page_size=4, enable_prefix_caching=caching)
+    given, params = prompt(*case["input_ids"]), greedy(30, n=4)
+    request = llm.frontend.request(given, params)
+    most_owned = 0
+    for _ in llm.engine.run(request.sequences):
+        owned = [page for running in llm.engine.scheduler.running for page in running.full]
+        most_owned = max(most_owned, len(owned) - len(set(owned)))
+        check(llm.engine)
+    shared = (len(case["input_ids"]) - 1) // 4
+    assert most_owned == 3 * shared
+    assert [s.output.token_ids for s in request.sequences] == [case["output_ids"][:30]] * 4
+    assert [s.num_cached_tokens for s in request.sequences] == [0, *[4 * shared] * 3]
+    assert llm.generate(given, greedy(3))[0].metrics.num_cached_tokens == (4 * shared if caching else 0)
 
 
 def test_stream_left_early_frees_everything():
@@ -168,7 +238,7 @@ def test_stream_left_early_frees_everything():
 
 def test_sliding_pages_stay_bounded(pair):
     """However long the text, sliding layers keep their window and the look-ahead."""
-    llm = LLM(*pair, max_num_seqs=1, page_size=4)
+    llm = LLM(*pair[:2], max_num_seqs=1, page_size=4)
     engine, kept = llm.engine, []
     for _ in llm.stream(prompt(*[2] * 20), greedy(40)):
         kept += [len(r.sliding) for r in engine.scheduler.running]
@@ -176,6 +246,49 @@ def test_sliding_pages_stay_bounded(pair):
     assert max(kept) <= engine.layout.sliding_pages <= 7
 
 
+def test_a_prompt_of_20000_tokens(tmp_path):
+    """A window of 64: the sliding group keeps a handful of pages, whatever the prompt; nothing leaks."""
+    small = {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 20_480}
+    target = TARGET | small | {"num_hidden_layers": 1}
+    raw = DRAFT | small | {"num_target_layers": 1, "layer_types": [SLIDING, FULL], "sliding_window": 64}
+    raw["dflash_config"] = {"target_layer_ids": [0], "mask_token_id": 60}
+    folders = write_model(tmp_path / "target", target, 0), write_model(tmp_path / "draft", raw, 1)
+    given = prompt(*[(7 * i + i // 5) % 60 for i in range(20_000)])
+    llm = LLM(*folders, max_num_seqs=1, max_num_batched_tokens=2048, num_speculative_tokens=5)
+    kept, output = [], None
+    for output in llm.stream(given, greedy(24)):  # noqa: B007
+        kept += [len(r.sliding) for r in llm.engine.scheduler.running if r.is_prefilled]
+        check(llm.engine)
+    assert max(kept) <= llm.engine.layout.sliding_pages == 3
+    plain = LLM(folders[0], max_num_seqs=1, max_num_batched_tokens=2048)
+    assert tokens_of([output]) == tokens_of(plain.generate(given, greedy(24)))
+    while not llm.engine.is_idle:
+        llm.engine.step()
+    assert_empty(llm.engine)
+
+
 def test_too_little_memory_for_one_sequence(pair):
     with pytest.raises(ConfigError, match=r"max_model_len=64.*kv_cache_memory_bytes"):
-        LLM(*pair, kv_cache_memory_bytes=10_000)
+        LLM(*pair[:2], kv_cache_memory_bytes=10_000)
+
+
+def test_structured_outputs_through_the_engine(pair):
+    """In one batch with others, with a drafter whose blocks know nothing of grammars."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},  # a random model would be lost in white space
+    }
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(json=schema)),
+        SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])),
+        greedy(20),
+    ]
+    given = [prompt(1, 2, 3)] * 3
+    found = LLM(*pair[:2]).generate(given, params)
+    assert tokens_of(found) == tokens_of(LLM(pair[0]).generate(given, params))
+    assert json.loads(found[0].outputs[0].text).keys() == {"a", "b"}
+    assert found[1].outputs[0].text in ("yes", "no")
+    assert [output.outputs[0].finish_reason for output in found] == ["stop", "stop", "length"]

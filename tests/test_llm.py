@@ -85,7 +85,7 @@ def test_chat_that_the_template_refuses(llm, messages):
 
 def test_generation_config_gives_the_defaults(llm):
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.6, top_k=20)
-    assert llm.eos_token_ids == (EOS, 7)
+    assert llm.frontend.eos_token_ids == (EOS, 7)
     assert len(llm.generate("x")[0].outputs[0].token_ids) <= 16
 
 
@@ -170,7 +170,7 @@ def test_logprobs(drafter):
     # against the target alone, run over the finished text
     tokens = case["input_ids"] + completion.token_ids
     engine = llm.engine
-    target, _ = steps.bind((engine.target.params, {}), steps.StepSpec(engine.target.config, None, 1, "greedy", None))
+    target, _ = steps.bind(engine.params, engine.spec)
     positions = jax.numpy.arange(len(tokens))[None]
     hidden, _, _ = target(jax.numpy.array([tokens]), positions, empty_cache(engine.target.config, len(tokens)))
     expected = np.asarray(jax.nn.log_softmax(target.logits(hidden)[0]))
@@ -297,7 +297,7 @@ def test_parameters_beyond_the_range_of_the_device(llm):
 
 
 def test_defaults_that_cannot_be_used(llm, monkeypatch):
-    monkeypatch.setattr(llm, "generation_config", {"temperature": "hot"})
+    monkeypatch.setattr(llm.frontend, "generation_config", {"temperature": "hot"})
     with pytest.raises(ConfigError, match=r"generation_config\.json: temperature='hot'"):
         llm.generate("x")
     llm.generate("x", greedy(1))  # they do not matter to who brings parameters
@@ -329,7 +329,16 @@ def test_command_prints_tokens_and_statistics():
     pair, case = GOLDEN / "qwen3_swa_tied", golden_cases("qwen3_swa_tied")[0]
     ids = ",".join(map(str, case["input_ids"]))
     done = run_command(
-        *("--model", pair / "target", "--draft-model", pair / "draft", "--dtype", "float32"),
+        *(
+            "--model",
+            pair / "target",
+            "--draft-model",
+            pair / "draft",
+            "--dtype",
+            "float32",
+            "--num-speculative-tokens",
+            15,
+        ),
         *("--prompt-token-ids", ids, "--max-tokens", 80, "--ignore-eos"),
     )
     assert done.returncode == 0, done.stderr

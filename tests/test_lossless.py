@@ -153,7 +153,7 @@ def test_speculators_format_equals_native(tmp_path):
     folder = tmp_path / "draft"
     shutil.copytree(GOLDEN / name / "draft", folder)
     (folder / "config.json").write_text(json.dumps(converted))
-    llm = LLM(GOLDEN / name / "target", folder, dtype="float32")
+    llm = LLM(GOLDEN / name / "target", folder, dtype="float32", num_speculative_tokens=block_size - 1)
     native = golden_llm(name)
     assert llm.engine.draft.config.layers == native.engine.draft.config.layers
     case = prompt(*golden_cases(name)[0]["input_ids"])

@@ -11,7 +11,7 @@ from dflash_jax.engine.sampling import gumbel, keep_min_p, keep_top_k_top_p, log
 from dflash_jax.engine.state import Sampler
 
 
-def sampler(rows=1, *, temperature=1.0, top_p=1.0, top_k=10**6, min_p=0.0, min_tokens=0, stop_ids=(-1,), seeds=None):
+def sampler(rows=1, *, temperature=1.0, top_p=1.0, top_k=10**6, min_p=0.0, seeds=None):
     def column(value, dtype):
         return jnp.full((rows,), value, dtype)
 
@@ -21,9 +21,12 @@ def sampler(rows=1, *, temperature=1.0, top_p=1.0, top_k=10**6, min_p=0.0, min_t
         top_p=column(top_p, jnp.float32),
         top_k=column(top_k, jnp.int32),
         min_p=column(min_p, jnp.float32),
-        min_tokens=column(min_tokens, jnp.int32),
-        stop_ids=jnp.tile(jnp.array([stop_ids], jnp.int32), (rows, 1)),
         key=jnp.array([[0, s] for s in seeds], jnp.uint32),
+        presence_penalty=column(0.0, jnp.float32),
+        frequency_penalty=column(0.0, jnp.float32),
+        repetition_penalty=column(1.0, jnp.float32),
+        min_tokens=column(0, jnp.int32),
+        has_bias=column(False, bool),
     )
 
 
@@ -74,10 +77,10 @@ def test_samples_follow_the_softmax():
     probabilities = np.array([0.5, 0.25, 0.15, 0.1])
     logits = jnp.tile(jnp.log(jnp.asarray(probabilities, jnp.float32)), (rows, 1, 1))
     zeros = jnp.zeros((rows, 1), jnp.int32)
-    drawn = sample(logits, zeros, zeros, sampler(rows), "random")
+    drawn = sample(logits, zeros, sampler(rows), "random")
     counts = np.bincount(np.asarray(drawn).ravel(), minlength=4)
     assert chisquare(counts, probabilities * rows).pvalue > 1e-3
-    sharper = sample(logits, zeros, zeros, sampler(rows, temperature=0.5), "random")
+    sharper = sample(logits, zeros, sampler(rows, temperature=0.5), "random")
     squared = probabilities**2 / (probabilities**2).sum()
     assert chisquare(np.bincount(np.asarray(sharper).ravel(), minlength=4), squared * rows).pvalue > 1e-3
 
@@ -97,24 +100,15 @@ def test_greedy_and_sampled_rows_side_by_side():
     cold = jnp.arange(300) % 2 == 0
     mixed = Sampler(**{**vars(mixed), "temperature": jnp.where(cold, 0.0, 1.0)})
     positions = jnp.zeros((300, 1), jnp.int32)
-    drawn = np.asarray(sample(logits, positions, positions, mixed, "filtered"))[:, 0]
+    drawn = np.asarray(sample(logits, positions, mixed, "filtered"))[:, 0]
     assert set(drawn[::2]) == {1}
     assert set(drawn[1::2]) == {0, 1, 2}
 
 
-@pytest.mark.parametrize("mode", ["greedy", "random", "filtered"])
-def test_min_tokens_forbids_stopping(mode):
-    logits = jnp.tile(jnp.array([0.0, 9.0, 8.0, 1.0]), (1, 3, 1))
-    params = sampler(temperature=0.0, min_tokens=2, stop_ids=(1, 2, -1))
-    tokens = sample(logits, jnp.arange(3)[None], jnp.arange(3)[None], params, mode)
-    assert tokens.tolist() == [[3, 3, 1]]
-
-
 def test_logprobs_are_of_the_unprocessed_distribution():
     logits = jnp.array([[[2.0, 1.0, 0.0]]])
-    found = logprobs_of(logits, jnp.array([[1]]), 2)
+    found = logprobs_of(logits, jnp.array([[1]]))
     expected = np.log(np.exp([2, 1, 0]) / np.exp([2, 1, 0]).sum())
     assert found.chosen[0, 0] == pytest.approx(expected[1])
-    assert (found.rank[0, 0], found.top_tokens[0, 0].tolist()) == (2, [0, 1])
-    np.testing.assert_allclose(found.top[0, 0], expected[:2], rtol=1e-5)
-    assert logprobs_of(logits, jnp.array([[1]]), None) is None
+    assert (found.rank[0, 0], found.top_tokens[0, 0].tolist()) == (2, [0, 1, 2])
+    np.testing.assert_allclose(found.top[0, 0], expected, rtol=1e-5)

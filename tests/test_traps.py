@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import llm as llm_module
+from dflash_jax import frontend
 from dflash_jax.config import LayerMask
 from dflash_jax.engine import round as steps
 from dflash_jax.models.dflash import DraftModel
@@ -28,10 +28,11 @@ PAGE = 8
 @pytest.fixture(autouse=True)
 def fresh_compiles():
     """A compiled step does not notice that the code behind it was patched."""
-    for compiled in (steps.run_round, steps.prefill_chunk):
+    every = (steps.draft, steps.verify, steps.commit, steps.prefill)
+    for compiled in every:
         compiled.clear_cache()
     yield
-    for compiled in (steps.run_round, steps.prefill_chunk):
+    for compiled in every:
         compiled.clear_cache()
 
 
@@ -58,8 +59,8 @@ def patch_draft(monkeypatch, change):
 
 def patch_config(monkeypatch, change):
     """The drafter's configuration is read as `change(config)` instead."""
-    original = llm_module.draft_config
-    monkeypatch.setattr(llm_module, "draft_config", lambda *args, **options: change(original(*args, **options)))
+    original = frontend.draft_config
+    monkeypatch.setattr(frontend, "draft_config", lambda *args, **options: change(original(*args, **options)))
 
 
 def patch_masks(monkeypatch, change):
@@ -190,24 +191,26 @@ def test_drafter_context_holds_features_and_nothing_of_the_block():
     llm = golden_llm(PAIR, page_size=PAGE)
     engine, text = llm.engine, CASE["input_ids"] + CASE["output_ids"]
     kept = {}
-    original = steps.run_round
+    verify, commit = steps.verify, steps.commit
 
-    def spy(params, slots, caches, tables, sampler, active, *, spec):
-        slots, caches, emitted = original(params, slots, caches, tables, sampler, active, spec=spec)
-        kept["length"], kept["full"], kept["sliding"] = (
-            int(slots.length[0]),
-            *map(np.asarray, (tables.full[0], tables.sliding[0])),
-        )
+    def spy_verify(params, slots, caches, tables, block, **static):
+        hidden, caches = verify(params, slots, caches, tables, block, **static)
+        kept["full"], kept["sliding"] = map(np.asarray, (tables.full[0], tables.sliding[0]))
         kept["keys"], kept["group_of"] = [np.asarray(k) for k in caches.draft.keys], caches.draft.group_of
-        return slots, caches, emitted
+        return hidden, caches
+
+    def spy_commit(*arguments, **static):
+        slots, controls, emitted = commit(*arguments, **static)
+        kept["length"] = int(slots.length[0])
+        return slots, controls, emitted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dflash_jax.engine.engine.run_round", spy)
+        patch.setattr(steps, "verify", spy_verify)
+        patch.setattr(steps, "commit", spy_commit)
         llm.generate(prompt(*CASE["input_ids"]), greedy(40))
 
     length = kept["length"]
-    spec = steps.StepSpec(engine.target.config, engine.draft.config, BLOCK, "greedy", None)
-    target, draft = steps.bind(engine.params, spec)
+    target, draft = steps.bind(engine.params, engine.spec)
     positions = jnp.arange(length)[None]
     _, features, _ = target(
         jnp.array([text[:length]]), positions, empty_cache(target.config, length), draft.config.target_layer_ids
@@ -233,9 +236,9 @@ def test_drafter_context_holds_features_and_nothing_of_the_block():
 )
 def test_taps_and_masks_are_part_of_the_compile_key(monkeypatch, other):
     golden_llm(PAIR).generate(prompt(5), greedy(4))
-    before = steps.run_round._cache_size()
+    before = steps.draft._cache_size()
     golden_llm(PAIR).generate(prompt(6), greedy(4))
-    assert steps.run_round._cache_size() == before
+    assert steps.draft._cache_size() == before
     patch_config(monkeypatch, other)
     golden_llm(PAIR).generate(prompt(5), greedy(4))
-    assert steps.run_round._cache_size() == before + 1
+    assert steps.draft._cache_size() == before + 1

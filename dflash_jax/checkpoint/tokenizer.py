@@ -44,6 +44,7 @@ class Tokenizer:
         if not tokenizer.is_fast:
             raise CheckpointError(f"{folder} has no tokenizer.json; convert the tokenizer to the fast format.")
         self.hf = tokenizer
+        self._texts: dict[int, str] = {}  # of single tokens, at most one for each in the vocabulary
 
     @staticmethod
     def of(folder: Path) -> Tokenizer | None:
@@ -69,6 +70,13 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no UTF-8 come as replacement characters."""
         return str(self.hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def decode_one(self, token_id: int) -> str:
+        """Text of a token on its own."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
 
     def chat(
         self,
@@ -111,11 +119,12 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(ids=list(prompt_token_ids[-PROMPT_TAIL:]), skip_special_tokens=skip_special_tokens)
         self._pending: list[int] = []
+        self._backend = tokenizer.hf.backend_tokenizer
 
     def push(self, token_id: int) -> str:
         """The text that a token completes, possibly none yet."""
         self._pending.append(token_id)
-        text = self._stream.step(self._tokenizer.hf.backend_tokenizer, token_id)
+        text = self._stream.step(self._backend, token_id)
         if text is None:
             return ""
         self._pending.clear()

@@ -146,6 +146,10 @@ class BlockLengths:
         """Another sequence has got the slot."""
         self._seen[slot] = 0
 
+    def milliseconds(self, rows: int) -> list[float]:
+        """What a round of each length is believed to take at so many rows."""
+        return [round(1e3 * seconds, 3) for seconds in self._seconds_of(rows).estimate.tolist()]
+
     def _seconds_of(self, rows: int) -> RoundSeconds:
         if rows not in self._seconds:
             known = [other for other, costs in self._seconds.items() if costs.is_known]

@@ -7,10 +7,13 @@ The engine knows tokens, not text: what a token means to a completion is `Sequen
 
 from __future__ import annotations
 
+import gc
+import logging
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,35 +21,59 @@ import numpy as np
 
 from dflash_jax.checkpoint.loader import KVScales, Params
 from dflash_jax.config import DraftConfig, EngineConfig, TargetConfig
-from dflash_jax.core import Logprob
+from dflash_jax.engine import round as steps
+from dflash_jax.engine.adaptive import BlockLengths
+from dflash_jax.engine.constraints import fill_masks
+from dflash_jax.engine.controls import bits_of, controls_of, empty_controls, set_controls
+from dflash_jax.engine.inputs import SamplerRows, chunk_of, mode_of_all, slots_of, tables_of, uses_controls
 from dflash_jax.engine.memory import log_capacity, make_caches, plan_layout
-from dflash_jax.engine.round import prefill_chunk, run_round
+from dflash_jax.engine.outputs import take_emitted, take_prompt_logprobs
 from dflash_jax.engine.scheduler import Running, Scheduler
-from dflash_jax.engine.sequence import Sequence, TokenLogprobs
+from dflash_jax.engine.sequence import Sequence
+from dflash_jax.engine.shapes import Shapes
 from dflash_jax.engine.sharding import Mesh
-from dflash_jax.engine.state import Chunk, Emitted, Sampler, SamplingMode, Slots, StepSpec, Tables
+from dflash_jax.engine.state import CONTROLLED_MODES, Controls, Emitted, Logprobs, Sampler, Slots, StepSpec
+from dflash_jax.engine.warmup import compile_counter, compile_steps
+from dflash_jax.errors import QueueFullError
 
-LEAST_CHUNK = 16  # tokens: prompts shorter than this share a compiled prefill
-LEAST_TABLE = 4  # pages: likewise for page tables
-COLDEST, HOTTEST = 1e-6, 1e6  # temperatures: beyond them, nothing but the range of float32 would change
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Model:
-    """Parameters and what they mean."""
+    """Parameters, what they mean, and the scales of fp8 keys and values if the checkpoint has any."""
 
     config: TargetConfig | DraftConfig
     params: Params
-    kv_scales: KVScales | None = None
+    kv_scales: KVScales | None
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """A step whose tokens have not been read: which row of it is whose."""
+    """A step whose tokens have not been read.
 
-    rows: list[tuple[int, Running]]
+    Attributes:
+        running: the sequence of each row, None for a row that emits nothing.
+        emitted: tokens of a round, or the first tokens behind prompts.
+        length: tokens that a round verified; 0 for a prefill.
+        batch: rows that a round was padded to.
+        is_timed: whether nothing but a round stands before it on the device.
+    """
+
+    running: Seq[Running | None]
     emitted: Emitted
-    is_round: bool
+    length: int = 0
+    batch: int = 0
+    is_timed: bool = False
+
+
+@dataclass(frozen=True)
+class ScoreInFlight:
+    """Log-probabilities, not read yet, of a prompt's tokens from position `start` + 1 on."""
+
+    running: Running
+    start: int
+    scored: Logprobs
 
 
 class Engine:
@@ -54,25 +81,71 @@ class Engine:
 
     def __init__(self, target: Model, draft: Model | None, *, mesh: Mesh, config: EngineConfig):
         assert isinstance(target.config, TargetConfig)
+        draft_config = draft.config if draft and isinstance(draft.config, DraftConfig) else None
         self.target, self.draft = target, draft
         self.mesh, self.config = mesh, config
-        self.block = config.num_speculative_tokens + 1
+        self.spec = StepSpec(target.config, draft_config, config.num_speculative_tokens + 1, mesh.mesh)
         self.params = (target.params, draft.params if draft else {})
-        draft_config = draft.config if draft and isinstance(draft.config, DraftConfig) else None
+        # What steps need that run no layer of the target: each array handed to a step costs the host time.
+        outside = {name: value for name, value in target.params.items() if not name.startswith("layers_")}
+        self._shared = (outside, self.params[1])
         self.layout = plan_layout(target.config, draft_config, config)
         log_capacity(target.config, draft_config, self.layout, config)
-        self.scheduler = Scheduler(self.layout, config.max_num_seqs, prefix_caching=config.enable_prefix_caching)
-        kv_scales = (target.kv_scales, draft.kv_scales if draft else None)
-        self._caches = make_caches(target.config, draft_config, self.layout, config, mesh, kv_scales)
-        rows = config.max_num_seqs
-        self._slots = mesh.replicate(Slots(*(jnp.zeros(rows, jnp.int32) for _ in range(3))))
-        self._sampler_rows: list[Sequence | None] = [None] * rows
-        self._sampler: Sampler | None = None
-        self._in_flight: deque[InFlight] = deque()
+        self.shapes = Shapes.of(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            table_width=self.layout.table_width,
+            page_size=config.page_size,
+            block=self.spec.block,
+            adaptive=config.adaptive_speculation,
+        )
+        self.scheduler = Scheduler(self.layout, config.max_num_seqs)
+        self.lengths = BlockLengths(self.shapes.lengths, config.max_num_seqs) if config.adaptive_speculation else None
+        self._make_state()
+        self._compiled_at_start = compile_counter().count
+        if config.compile_at_start:
+            self.compile()
+        gc.collect()
+        gc.freeze()  # what is there now stays: to look through it again and again would delay rounds
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence."""
-        self.scheduler.waiting.append(sequence)
+    def compile(self) -> None:
+        """Compile every step for every shape that can come up, and start to count what is compiled after that."""
+        state = (self.params, self._shared, self._slots, self._caches, self._controls, self._device_sampler())
+        programs = compile_steps(*state, spec=self.spec, shapes=self.shapes)
+        logger.info("compiled %d programs", programs)
+        self._compiled_at_start = compile_counter().count
+
+    @property
+    def num_compiles(self) -> int:
+        """Programs that the process has compiled since the engine was ready."""
+        return compile_counter().count - self._compiled_at_start
+
+    def _make_state(self) -> None:
+        """What lives on the device beside the parameters, empty; and nothing in flight."""
+        slots, vocab_size = self.config.max_num_seqs, self.spec.target.vocab_size
+        scales = (self.target.kv_scales, self.draft.kv_scales if self.draft else None)
+        self._caches = make_caches(self.spec.target, self.spec.draft, self.layout, self.config, self.mesh, scales)
+        self._slots: Slots = self.mesh.replicate(Slots(*(jnp.zeros(slots, jnp.int32) for _ in range(3))))
+        self._controls: Controls = self.mesh.replicate(empty_controls(slots, vocab_size))
+        self._sampler_rows = SamplerRows(slots, vocab_size)
+        self._sampler: Sampler | None = None
+        self._in_flight: deque[InFlight | ScoreInFlight] = deque()
+        self._follows_prefill = True
+        self._last_round_read: float | None = None
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queue sequences, all or none.
+
+        Raises:
+            QueueFullError: more would wait than may.
+        """
+        limit, waiting = self.config.max_num_queued_seqs, len(self.scheduler.waiting)
+        if limit is not None and waiting + len(sequences) > limit:
+            raise QueueFullError(
+                f"{waiting} sequences wait, and with {len(sequences)} more there would be more than "
+                f"max_num_queued_seqs={limit}; try again later or raise it."
+            )
+        self.scheduler.waiting.extend(sequences)
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence now; what it has emitted stays."""
@@ -82,8 +155,7 @@ class Engine:
 
     def run(self, sequences: list[Sequence]) -> Iterator[list[Sequence]]:
         """Advance these sequences until all have ended; after each step, yields those that changed."""
-        for sequence in sequences:
-            self.add(sequence)
+        self.add(sequences)
         try:
             while not all(sequence.finished for sequence in sequences):
                 yield self.step()
@@ -97,57 +169,74 @@ class Engine:
         return not (self.scheduler.waiting or self.scheduler.running or self._in_flight)
 
     def step(self) -> list[Sequence]:
-        """Enqueue a chunk of prompts and a round, then read all but that round; returns what changed."""
+        """Enqueue a chunk of prompts and a round, then read all but that round; returns what changed.
+
+        A step that fails costs what is in the cache, and no more: those that ran are computed again, each alone until
+        it has got through a round. One that fails alone ends with the error.
+        """
+        try:
+            changed = self._step()
+        except Exception as error:
+            logger.exception("a step failed; its sequences are computed again, one by one")
+            changed = self._recover(error)
+        if self.is_idle:
+            self.scheduler.check_integrity()
+        return changed
+
+    def _step(self) -> list[Sequence]:
         for running in self.scheduler.admit():
-            self._sampler_rows[running.slot] = running.sequence
+            self._sampler_rows.put(running.slot, running.sequence)
             self._sampler = None
+            if uses_controls(running.sequence):
+                own = controls_of(running.sequence, self.spec.target.vocab_size)
+                self._controls = set_controls(self._controls, np.int32(running.slot), own)
+            if self.lengths is not None:
+                self.lengths.forget(running.slot)
         self._enqueue_chunk()
         rounds, changed = self._reserve_rounds()
         if rounds:
-            self._enqueue_round(rounds)
+            changed += self._enqueue_round(rounds)
         return changed + self._read(len(self._in_flight) - bool(rounds))
+
+    def _recover(self, error: Exception) -> list[Sequence]:
+        """After a failed step: make the state anew, and end the sequence that has now failed alone."""
+        ran = self.scheduler.requeue() or [self.scheduler.waiting[0]]
+        del self._caches, self._in_flight  # before there are new ones: memory may be short
+        self._make_state()
+        for sequence in ran:
+            if sequence.suspect or len(ran) == 1:
+                self.scheduler.drop(sequence)
+                sequence.fail(f"{type(error).__name__}: {error}")
+            sequence.suspect = True
+        return [sequence for sequence in ran if sequence.finished]
 
     def _enqueue_chunk(self) -> None:
         """Prefill the next part of the prompts that came first."""
         pending = [r for r in self.scheduler.running if not r.is_prefilled]
         if not pending:
             return
-        longest = max(len(r.text) - r.prefilled for r in pending)
-        width = min(max(power_of_two(longest), LEAST_CHUNK), self.config.max_num_batched_tokens)
-        pending = pending[: max(self.config.max_num_batched_tokens // width, 1)]
-        chunk = self._make_chunk(pending, width)
-        spec = self._spec([r.sequence for r in pending])
-        self._slots, self._caches, emitted = prefill_chunk(
-            self.params, self._slots, self._caches, chunk, self._device_sampler(), spec=spec
+        first = pending[0]
+        is_scored = first.sequence.wants_prompt_logprobs
+        pending = [first] if is_scored else [r for r in pending if not r.sequence.wants_prompt_logprobs]
+        rows, width = self.shapes.chunk(len(pending), max(len(r.text) - r.prefilled for r in pending))
+        pending = pending[:rows]
+        tables = tables_of(self.scheduler, pending, rows, self._table_width(pending))
+        chunk = chunk_of(pending, rows, width, tables)
+        self._slots, self._caches, hidden, last = steps.prefill(
+            self.params, self._slots, self._caches, chunk, spec=self.spec
         )
+        self._follows_prefill = True
+        if is_scored:
+            following = first.text[first.prefilled + 1 : first.prefilled + 1 + width]
+            padded = np.array([[*following, *[0] * (width - len(following))]], np.int32)
+            scored = steps.score(self._shared[0], hidden, padded, spec=self.spec)
+            self._push(ScoreInFlight(first, first.prefilled, scored))
         for running in pending:
             running.prefilled = min(running.prefilled + width, len(running.text))
             self.scheduler.remember(running)
-        self._push(InFlight(list(enumerate(pending)), emitted, is_round=False))
-
-    def _make_chunk(self, pending: list[Running], width: int) -> Chunk:
-        rows = power_of_two(len(pending))
-        tokens = np.zeros((rows, width), np.int32)
-        positions = np.full((rows, width), -1, np.int32)
-        slots = np.full(rows, self.config.max_num_seqs, np.int32)
-        length, emitted, anchor = np.zeros((3, rows), np.int32)
-        anchor -= 1
-        for row, running in enumerate(pending):
-            part = running.text[running.prefilled : running.prefilled + width]
-            tokens[row, : len(part)] = part
-            positions[row, : len(part)] = np.arange(running.prefilled, running.prefilled + len(part))
-            before = running.sequence.output.token_ids  # of a preempted sequence
-            slots[row], length[row], emitted[row] = running.slot, len(running.text), len(before)
-            anchor[row] = before[-1] if before else -1
-        return Chunk(
-            rows=jnp.asarray(slots),
-            tokens=jnp.asarray(tokens),
-            positions=jnp.asarray(positions),
-            length=jnp.asarray(length),
-            emitted=jnp.asarray(emitted),
-            anchor=jnp.asarray(anchor),
-            tables=self._tables(np.minimum(slots, self.config.max_num_seqs - 1)),
-        )
+        starting = [r if r.is_prefilled and not r.sequence.output.token_ids else None for r in pending]
+        if any(starting):
+            self._push(InFlight(starting, self._commit(starting, rows, last, None)))
 
     def _reserve_rounds(self) -> tuple[list[Running], list[Sequence]]:
         """The sequences of the next round, with pages for it; and those that changed on the way.
@@ -166,136 +255,124 @@ class Engine:
                 rounds.append(running)
         return [r for r in rounds if r.may_emit], changed
 
-    def _enqueue_round(self, rounds: list[Running]) -> None:
-        rows = power_of_two(max(r.slot for r in rounds) + 1)
-        rows = min(rows, self.config.max_num_seqs)
-        active = np.zeros(rows, np.bool_)
-        active[[r.slot for r in rounds]] = True
-        spec = self._spec([r.sequence for r in rounds])
-        self._slots, self._caches, emitted = run_round(
-            self.params,
-            self._slots,
-            self._caches,
-            self._tables(np.arange(rows)),
-            self._device_sampler(),
-            jnp.asarray(active),
-            spec=spec,
+    def _enqueue_round(self, rounds: list[Running]) -> list[Sequence]:
+        """Draft, verify and commit; returns the sequences that changed on the way."""
+        rows = self.shapes.batch(len(rounds))
+        length = self.lengths.choose(rows, [r.slot for r in rounds]) if self.lengths else self.spec.block
+        tables = tables_of(self.scheduler, rounds, rows, self._table_width(rounds))
+        block = None
+        if length > 1:
+            block, cache = steps.draft(self._shared, self._slots, self._caches.draft, tables, spec=self.spec)
+            self._caches = self._caches.with_draft(cache)
+        hidden, self._caches = steps.verify(
+            self.params, self._slots, self._caches, tables, block, spec=self.spec, length=length
         )
+        changed = []
+        if any(r.sequence.constraint for r in rounds):
+            # A mask depends on every token before it, so the rounds before this one are read while it computes.
+            changed = self._read(len(self._in_flight))
+        emitted = self._commit(rounds, rows, hidden, block)
         for running in rounds:
             running.in_flight += 1
-        self._push(InFlight([(r.slot, r) for r in rounds], emitted, is_round=True))
+        self._push(InFlight(rounds, emitted, length, rows, is_timed=not self._follows_prefill))
+        self._follows_prefill = False
+        return changed
 
-    def _push(self, step: InFlight) -> None:
-        for array in jax.tree.leaves(step.emitted):
+    def _commit(self, running: Seq[Running | None], rows: int, hidden: jax.Array, block: jax.Array | None) -> Emitted:
+        """Sample and emit tokens behind `hidden` [B, T, D]; rows without a sequence take no part."""
+        slots = slots_of(running, rows, padding=self.config.max_num_seqs)
+        mode, with_logprobs = mode_of_all([r.sequence for r in running if r])
+        allowed = None
+        if mode == "constrained":
+            allowed = self._masks(running, rows, hidden.shape[1], block)
+        uses = mode in CONTROLLED_MODES
+        self._slots, controls, emitted = steps.commit(
+            self._shared[0],
+            self._slots,
+            self._controls if uses else None,
+            slots,
+            hidden,
+            block,
+            self._device_sampler(),
+            allowed,
+            spec=self.spec,
+            mode=mode,
+            with_logprobs=with_logprobs,
+        )
+        if controls is not None:
+            self._controls = controls
+        return emitted
+
+    def _masks(self, running: Seq[Running | None], rows: int, length: int, block: jax.Array | None) -> np.ndarray:
+        """Bits of the tokens that each row may emit [B, T, X]."""
+        allowed = np.full((rows, length, -(-self.spec.target.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+        drafts = np.zeros((rows, 1), np.int32) if block is None else np.asarray(block)
+        batch = []
+        for row, sequence in enumerate(r.sequence if r else None for r in running):
+            if sequence is not None and sequence.constraint is not None:
+                if sequence.params.allowed_token_ids is not None:  # so that bad words leave something of these
+                    allowed[row] = bits_of(sequence.params.allowed_token_ids, allowed.shape[-1])
+                batch.append((sequence.constraint, allowed[row], drafts[row, 1:length].tolist()))
+        fill_masks(batch)
+        return allowed
+
+    def _device_sampler(self) -> Sampler:
+        if self._sampler is None:
+            self._sampler = self.mesh.replicate(self._sampler_rows.snapshot())
+        return self._sampler
+
+    def _push(self, step: InFlight | ScoreInFlight) -> None:
+        for array in jax.tree.leaves(step.emitted if isinstance(step, InFlight) else step.scored):
             array.copy_to_host_async()
         self._in_flight.append(step)
 
     def _read(self, steps: int) -> list[Sequence]:
-        """Hand the tokens of the oldest steps in flight to their sequences; returns those that changed."""
+        """Hand the results of the oldest steps in flight to their sequences; returns those that changed."""
         changed: dict[int, Sequence] = {}
         for _ in range(steps):
             step = self._in_flight.popleft()
+            if isinstance(step, ScoreInFlight):
+                take_prompt_logprobs(step.running.sequence, jax.device_get(step.scored), step.start)
+                continue
             emitted = jax.device_get(step.emitted)
-            for row, running in step.rows:
-                running.in_flight -= step.is_round
-                count = int(emitted.count[row])
-                if running.released or count == 0:
+            self._learn(step, emitted)
+            for row, running in enumerate(step.running):
+                if running is None:
                     continue
-                sequence = running.sequence
-                take_emitted(sequence, emitted, row, count, is_round=step.is_round)
-                changed[id(sequence)] = sequence
-                self.scheduler.remember(running)
-                if sequence.finished:
-                    self.scheduler.release(running)
+                running.in_flight -= step.length > 0
+                if not running.released:
+                    self._take(running, emitted, row, is_round=step.length > 0)
+                    changed[id(running.sequence)] = running.sequence
         return list(changed.values())
 
-    def _tables(self, slots: np.ndarray) -> Tables:
-        """Page tables of some slots, no wider than the sequences that run can grow, so that a width compiles once."""
-        scheduler = self.scheduler
-        longest = max(len(s.prompt_token_ids) + s.max_new_tokens for s in (r.sequence for r in scheduler.running))
-        widest = self.layout.pages_for(longest + 2 * self.block)
-        width = min(max(power_of_two(widest), LEAST_TABLE), self.layout.table_width)
-        return Tables(
-            full=jnp.asarray(scheduler.full_table[slots, :width]),
-            sliding=jnp.asarray(scheduler.sliding_table[slots, :width]),
-            sliding_from=jnp.asarray(scheduler.sliding_from[slots]),
-        )
+    def _take(self, running: Running, emitted: Emitted, row: int, *, is_round: bool) -> None:
+        """Hand one sequence what a step emitted for it; what goes wrong here is its own affair."""
+        sequence = running.sequence
+        if emitted.count[row] < 0:
+            self.scheduler.forget(running)
+            sequence.fail("the target's logits are not numbers (NaN); check the checkpoint and its dtype.")
+        else:
+            try:
+                take_emitted(sequence, emitted, row, is_round=is_round)
+                self.scheduler.remember(running)
+            except Exception as error:
+                logger.exception("a sequence failed")
+                sequence.fail(f"{type(error).__name__}: {error}")
+        sequence.suspect &= not is_round
+        if sequence.finished:
+            self.scheduler.release(running)
 
-    def _device_sampler(self) -> Sampler:
-        if self._sampler is None:
-            vocab_size = self.target.config.vocab_size
-            self._sampler = self.mesh.replicate(make_sampler(self._sampler_rows, vocab_size))
-        return self._sampler
+    def _learn(self, step: InFlight, emitted: Emitted) -> None:
+        """Tell the choice of block lengths what a round brought, and what it cost if nothing else ran before it."""
+        now = time.perf_counter()
+        started, self._last_round_read = self._last_round_read, now if step.length and self._in_flight else None
+        if self.lengths is None or not step.length:
+            return
+        kept = [(r.slot, int(emitted.count[i])) for i, r in enumerate(step.running) if r and not r.released]
+        seconds = now - started if step.is_timed and started is not None else None
+        self.lengths.observe(step.batch, step.length, [k for k, _ in kept], [max(n, 1) for _, n in kept], seconds)
 
-    def _spec(self, sequences: list[Sequence]) -> StepSpec:
-        params = [s.params for s in sequences]
-        mode: SamplingMode = "greedy"
-        if any(p.temperature > 0 for p in params):
-            mode = "random"
-        if any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params):
-            mode = "filtered"
-        wanted = [p.logprobs for p in params if p.logprobs is not None]
-        assert isinstance(self.target.config, TargetConfig)
-        return StepSpec(
-            target=self.target.config,
-            draft=self.draft.config if self.draft and isinstance(self.draft.config, DraftConfig) else None,
-            block=self.block,
-            sampling=mode,
-            num_logprobs=max(wanted) if wanted else None,
-        )
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
-def temperature_of(sequence: Sequence) -> float:
-    """The temperature as the device takes it; 0 is greedy."""
-    temperature = sequence.params.temperature
-    return temperature and min(max(temperature, COLDEST), HOTTEST)
-
-
-def make_sampler(rows: list[Sequence | None], vocab_size: int) -> Sampler:
-    """Sampling parameters of every slot; empty slots are greedy."""
-    stop_ids = [s.stop_ids if s else () for s in rows]
-    widest = power_of_two(max(1, *map(len, stop_ids)))
-
-    def column(of: Callable[[Sequence], Any], empty: Any, dtype: type) -> jax.Array:
-        return jnp.asarray(np.array([of(s) if s else empty for s in rows], dtype))
-
-    return Sampler(
-        temperature=column(temperature_of, 0, np.float32),
-        top_p=column(lambda s: s.params.top_p, 1, np.float32),
-        top_k=column(lambda s: min(s.params.top_k, vocab_size) if s.params.top_k > 0 else vocab_size, 0, np.int32),
-        min_p=column(lambda s: s.params.min_p, 0, np.float32),
-        min_tokens=column(lambda s: min(s.params.min_tokens, s.max_new_tokens), 0, np.int32),
-        stop_ids=jnp.asarray(np.array([[*ids, *[-1] * (widest - len(ids))] for ids in stop_ids], np.int32)),
-        key=column(lambda s: (s.seed >> 32, s.seed & 0xFFFFFFFF), (0, 0), np.uint32),
-    )
-
-
-def take_emitted(sequence: Sequence, emitted: Emitted, row: int, count: int, *, is_round: bool) -> None:
-    """Hand a running sequence the tokens that a step emitted for it."""
-    logprobs = None
-    if sequence.params.logprobs is not None:
-        logprobs = [logprobs_at(emitted, row, i, sequence) for i in range(count)]
-    taken = sequence.extend(emitted.tokens[row, :count].tolist(), logprobs)
-    if is_round:
-        sequence.acceptance_lengths.append(taken)
-
-
-def logprobs_at(emitted: Emitted, row: int, column: int, sequence: Sequence) -> TokenLogprobs:
-    """The likeliest alternatives of one emitted token, and the token itself."""
-    found = emitted.logprobs
-    assert found is not None
-    assert sequence.params.logprobs is not None
-
-    def entry(token: int, logprob: jax.Array, rank: jax.Array | int) -> Logprob:
-        return Logprob(float(logprob), int(rank), sequence.decode_one(token))
-
-    chosen = int(emitted.tokens[row, column])
-    entries = {chosen: entry(chosen, found.chosen[row, column], found.rank[row, column])}
-    for i, token in enumerate(found.top_tokens[row, column, : sequence.params.logprobs].tolist()):
-        entries.setdefault(token, entry(token, found.top[row, column, i], i + 1))
-    return entries
+    def _table_width(self, running: list[Running]) -> int:
+        """No wider than these sequences can grow, so that a width seldom changes while they run."""
+        longest = max(len(s.prompt_token_ids) + s.max_new_tokens for s in (r.sequence for r in running))
+        return self.shapes.table(self.layout.pages_for(longest + 2 * self.spec.block))

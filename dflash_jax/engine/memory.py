@@ -20,7 +20,7 @@ from dflash_jax.errors import ConfigError
 
 CPU_CACHE_BYTES = 4 << 30  # without a device that says how much it has
 LOGITS_COPIES = 6  # float32 [rows, V] that sampling holds at once: logits, scaled, sorted, probabilities, sum, noise
-SAMPLING_STATE_BYTES = 9  # of each token of the vocabulary, for each slot: a bias, a count and a flag
+SAMPLING_STATE_BYTES = 10  # of `Controls`, for each token of the vocabulary and each slot
 FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 
 FULL, SLIDING = 0, 1  # KV groups

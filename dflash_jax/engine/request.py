@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_jax.checkpoint.tokenizer import Tokenizer
@@ -26,29 +26,29 @@ class Request:
     started: float = field(default_factory=time.perf_counter)
     first_token_time: float | None = None
 
+    @property
+    def finished(self) -> bool:
+        """Whether every completion has ended."""
+        return all(s.finished for s in self.sequences)
+
     def output(self) -> RequestOutput:
         """What has come so far, as a snapshot that later steps leave alone."""
         elapsed = time.perf_counter() - self.started
         if self.first_token_time is None and any(s.output.token_ids for s in self.sequences):
             self.first_token_time = elapsed
-        finished = all(s.finished for s in self.sequences)
+        finished, first = self.finished, self.sequences[0]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[
-                replace(
-                    s.output,
-                    token_ids=list(s.output.token_ids),
-                    logprobs=None if s.output.logprobs is None else list(s.output.logprobs),
-                )
-                for s in self.sequences
-            ],
+            outputs=[s.output.copy() for s in self.sequences],
             finished=finished,
+            prompt_logprobs=None if first.params.prompt_logprobs is None else [None, *first.prompt_logprobs],
             metrics=RequestMetrics(
                 acceptance_lengths=[length for s in self.sequences for length in s.acceptance_lengths],
                 first_token_time=self.first_token_time,
                 finished_time=elapsed if finished else None,
+                num_cached_tokens=first.num_cached_tokens,
             ),
         )
 

@@ -1,144 +1,230 @@
-"""The compiled steps: prefill a chunk of prompts, and a round of draft -> verify -> commit.
+"""The compiled steps: prefill a chunk of prompts, and the three of a round: draft -> verify -> commit.
 
-Both take parameters as plain pytrees, donate the slots and the caches, and read nothing back to the host.
+Each takes parameters as plain pytrees, donates the state that it changes, and reads nothing back to the host. A round
+is three steps and not one so that each is compiled for no more shapes than it depends on (page tables matter to the
+first two, sampling options to the last), and so that the host can mask the block's rows for a grammar while the target
+verifies it. They are enqueued together; the device goes from one to the next without waiting for the host.
+
 Source of the rules: arXiv 2602.06036 section 4.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Float, Int, UInt32
 
+from dflash_jax.cache.paged import PagedKVCache
 from dflash_jax.checkpoint.loader import Params
+from dflash_jax.engine.controls import count_emitted, process
 from dflash_jax.engine.sampling import logprobs_of, sample
-from dflash_jax.engine.state import Caches, Chunk, Emitted, Sampler, Slots, StepSpec, Tables
+from dflash_jax.engine.state import (
+    Caches,
+    Chunk,
+    Controls,
+    Emitted,
+    Logprobs,
+    Sampler,
+    SamplingMode,
+    Slots,
+    StepSpec,
+    Tables,
+    pools_of,
+)
 from dflash_jax.models.dflash import DraftModel
 from dflash_jax.models.layers import KVCache
 from dflash_jax.models.target import TargetModel
 
-Tree = TypeVar("Tree")
+SCORED_ROWS = 64  # logits of prompts are computed for so many tokens at a time, never for a whole chunk
 
 
-@partial(jax.jit, static_argnames="spec", donate_argnames=("slots", "caches"))
-def run_round(
+@partial(jax.jit, static_argnames="spec", donate_argnames="cache")
+def draft(
+    params: tuple[Params, Params], slots: Slots, cache: PagedKVCache, tables: Tables, *, spec: StepSpec
+) -> tuple[Int[Array, "B G"], PagedKVCache]:
+    """Fill a block: the anchor, and the drafter's tokens for the G-1 positions behind it.
+
+    Args:
+        params: the target's outside its layers (embedding and head are shared), and the drafter's.
+        slots: all slots.
+        cache: the drafter's pools; donated.
+        tables: of the B sequences that take part.
+        spec: static.
+    """
+    target, drafter = bind(params, spec)
+    assert drafter is not None
+    own = slots.of(tables.rows)
+    positions = block_positions(slots, tables, spec.block)
+    drafts, after = draft_block(target, drafter, own, positions, tables.over_draft(cache))
+    block = jnp.concatenate([own.anchor[:, None], drafts], axis=1)
+    return spec.replicate(block), pools_of(after)
+
+
+@partial(jax.jit, static_argnames=("spec", "length"), donate_argnames="caches")
+def verify(
     params: tuple[Params, Params],
     slots: Slots,
     caches: Caches,
     tables: Tables,
-    sampler: Sampler,
-    active: Bool[Array, " B"],
+    block: Int[Array, "B G"] | None,
     *,
     spec: StepSpec,
-) -> tuple[Slots, Caches, Emitted]:
-    """Draft a block, verify it with the target, commit what it confirmed; for the first B slots.
+    length: int,
+) -> tuple[Float[Array, "B T D"], Caches]:
+    """Run the target over the first T = `length` tokens of the blocks; just the anchors without a block.
 
-    Args:
-        params: the target's, and the drafter's (empty without one).
-        slots: all slots; donated.
-        caches: all pools; donated.
-        tables: of the first B slots.
-        sampler: of all slots.
-        active: which of the B slots take part; the others write and emit nothing.
-        spec: static.
+    The drafter's context of all T positions is written too, before anybody knows which will be confirmed: what is not
+    lies behind the sequence's end, where the next round writes before it reads.
 
     Returns:
-        The slots and caches after the round, and the tokens it emitted: at least one for each active slot, at
-        most G = `spec.block`.
+        The target's final hidden states, and the caches.
     """
-    target, draft = bind(params, spec)
-    own = first_rows(slots, len(active))
-    own_sampler = first_rows(sampler, len(active))
-    caches = caches.through(tables)
-    positions = jnp.where(active[:, None], own.length[:, None] + jnp.arange(spec.block), -1)
-    block = own.anchor[:, None]
-    if draft is not None:
-        drafts, draft_cache = draft_block(target, draft, own, positions, caches.draft)
-        block = jnp.concatenate([block, drafts], axis=1)
-        caches = caches.with_draft(draft_cache)
+    models, caches = bind(params, spec), caches.through(tables)
+    tokens = slots.of(tables.rows).anchor[:, None] if block is None else block[:, :length]
+    hidden, caches = extend(models, tokens, block_positions(slots, tables, length), caches, spec)
+    return spec.replicate(hidden), caches.pools()
 
-    hidden, features, target_cache = target(block, positions, caches.target, taps(spec))
-    caches = caches.with_target(target_cache)
+
+@partial(jax.jit, static_argnames=("spec", "mode", "with_logprobs"), donate_argnames=("slots", "controls"))
+def commit(
+    params: Params,
+    slots: Slots,
+    controls: Controls | None,
+    rows: Int[Array, " B"],
+    hidden: Float[Array, "B T D"],
+    block: Int[Array, "B G"] | None,
+    sampler: Sampler,
+    allowed: UInt32[Array, "B T X"] | None,
+    *,
+    spec: StepSpec,
+    mode: SamplingMode,
+    with_logprobs: bool,
+) -> tuple[Slots, Controls | None, Emitted]:
+    """Sample a token for each verified row, and emit them as long as the drafts agree.
+
+    Args:
+        params: the target's outside its layers.
+        slots: all slots; donated.
+        controls: of all slots, for modes "controlled" and "constrained" alone; donated.
+        rows: slots of the B sequences; beyond the last one for a row that takes no part.
+        hidden: what `verify` or `prefill` returned.
+        block: what `draft` returned; None without drafts.
+        sampler: of all slots.
+        allowed: bits of the tokens that each row may emit (X words of 32), for mode "constrained" alone.
+        spec: static.
+        mode: static; what the most demanding of the sequences needs.
+        with_logprobs: static; whether any of them wants log-probabilities.
+
+    Returns:
+        Slots and controls after the step, and what it emitted: from 1 to T tokens a sequence.
+    """
+    target = bind_target(params, spec)
+    own, own_sampler = slots.of(rows), sampler.of(rows)
+    length = hidden.shape[1]
+    drafts = jnp.zeros((len(rows), 0), jnp.int32) if block is None else block[:, 1:length]
     logits = target.logits(hidden)
-    emitted_before = own.emitted[:, None] + jnp.arange(spec.block)
-    tokens = sample(logits, positions + 1, emitted_before, own_sampler, spec.sampling)
-    count = accepted(tokens, block[:, 1:]) + 1
+    processed = logits
+    if controls is not None:
+        processed = process(logits, drafts, own.emitted, own_sampler, controls.of(rows), allowed)
+    positions = own.length[:, None] + 1 + jnp.arange(length)
+    tokens = sample(processed, positions, own_sampler, mode)
+    count = accepted(tokens, drafts) + 1
 
-    if draft is not None:
-        confirmed = jnp.arange(spec.block) < count[:, None]
-        context_positions = jnp.where(confirmed, positions, -1)
-        caches = caches.with_draft(draft.write_context(features, context_positions, caches.draft))
+    taken = jnp.arange(length) < count[:, None]
+    # argmax finds a NaN before any number, so a row without NaN at its token has none at all
+    broken = (jnp.isnan(jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]) & taken).any(axis=1)
     last = jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)[:, 0]
-    count = jnp.where(active, count, 0)
-    after = Slots(anchor=jnp.where(active, last, own.anchor), length=own.length + count, emitted=own.emitted + count)
-    slots = jax.tree.map(lambda whole, part: whole.at[: len(active)].set(part), slots, after)
-    return slots, caches.pools(), Emitted(tokens, count, logprobs_of(logits, tokens, spec.num_logprobs))
+    slots = slots.put(rows, Slots(anchor=last, length=own.length + count, emitted=own.emitted + count))
+    if controls is not None:
+        controls = count_emitted(controls, rows, tokens, taken)
+    logprobs = logprobs_of(logits, tokens) if with_logprobs else None
+    return spec.replicate((slots, controls, Emitted(tokens, jnp.where(broken, -1, count), logprobs)))
 
 
 @partial(jax.jit, static_argnames="spec", donate_argnames=("slots", "caches"))
-def prefill_chunk(
-    params: tuple[Params, Params], slots: Slots, caches: Caches, chunk: Chunk, sampler: Sampler, *, spec: StepSpec
-) -> tuple[Slots, Caches, Emitted]:
-    """Process a part of R prompts, and emit the first token of the sequences whose prompt ends in it.
+def prefill(
+    params: tuple[Params, Params], slots: Slots, caches: Caches, chunk: Chunk, *, spec: StepSpec
+) -> tuple[Slots, Caches, Float[Array, "B T D"], Float[Array, "B 1 D"]]:
+    """Process a part of B prompts, the drafter's context included.
 
-    Args:
-        params: the target's, and the drafter's (empty without one).
-        slots: all slots; donated. Those of the chunk are set up to decode from the end of their prompt.
-        caches: all pools, filled up to the chunk; donated.
-        chunk: the part.
-        sampler: of all slots.
-        spec: static.
+    A slot is left as a round would leave it that has verified all of the prompt but its last token: `commit` of that
+    one row then emits the first token. A sequence that was preempted has its first token; its slot is ready to draft.
+
+    Returns:
+        The slots and caches after the step; the hidden states of the chunk, and those of the last token of each
+        prompt that ends in it.
     """
-    target, draft = bind(params, spec)
-    caches = caches.through(chunk.tables)
-    hidden, features, target_cache = target(chunk.tokens, chunk.positions, caches.target, taps(spec))
-    caches = caches.with_target(target_cache)
-    if draft is not None:
-        caches = caches.with_draft(draft.write_context(features, chunk.positions, caches.draft))
-
+    models, caches = bind(params, spec), caches.through(chunk.tables)
+    hidden, caches = extend(models, chunk.tokens, chunk.positions, caches, spec)
     is_last = chunk.positions == chunk.length[:, None] - 1
+    last = jnp.take_along_axis(hidden, is_last.argmax(axis=1)[:, None, None], axis=1)
     is_new = chunk.anchor < 0
-    logits = target.logits(jnp.take_along_axis(hidden, is_last.argmax(axis=1)[:, None, None], axis=1))
-    own_sampler = jax.tree.map(lambda whole: whole.at[chunk.rows].get(mode="clip"), sampler)
-    first = sample(logits, chunk.length[:, None], chunk.emitted[:, None], own_sampler, spec.sampling)
-    count = (is_last.any(axis=1) & is_new).astype(jnp.int32)
-    ready = Slots(
-        anchor=jnp.where(is_new, first[:, 0], chunk.anchor), length=chunk.length, emitted=chunk.emitted + count
-    )
-    slots = jax.tree.map(lambda whole, part: whole.at[chunk.rows].set(part, mode="drop"), slots, ready)
-    return slots, caches.pools(), Emitted(first, count, logprobs_of(logits, first, spec.num_logprobs))
+    ready = Slots(anchor=chunk.anchor, length=chunk.length - is_new, emitted=chunk.emitted)
+    slots, hidden, last = spec.replicate((slots.put(chunk.tables.rows, ready), hidden, last))
+    return slots, caches.pools(), hidden, last
 
 
-def first_rows(tree: Tree, number: int) -> Tree:
-    """The first rows of every array."""
-    return jax.tree.map(lambda array: array[:number], tree)
+@partial(jax.jit, static_argnames="spec")
+def score(params: Params, hidden: Float[Array, "1 T D"], following: Int[Array, "1 T"], *, spec: StepSpec) -> Logprobs:
+    """Log-probabilities of the tokens that follow those of a chunk of one prompt; `params` as for `commit`."""
+    target = bind_target(params, spec)
+    rows = min(SCORED_ROWS, hidden.shape[1])
+
+    def one(block: tuple[Float[Array, "R D"], Int[Array, " R"]]) -> Logprobs:
+        return logprobs_of(target.logits(block[0][None]), block[1][None])
+
+    blocks = hidden.reshape(-1, rows, hidden.shape[-1]), following.reshape(-1, rows)
+    scored = jax.lax.map(one, blocks)
+    return jax.tree.map(lambda array: array.reshape(1, -1, *array.shape[3:]), scored)
 
 
 def bind(params: tuple[Params, Params], spec: StepSpec) -> tuple[TargetModel, DraftModel | None]:
     """The models of a step with their parameters."""
-    target = TargetModel(spec.target).bind({"params": params[0]})
+    target = bind_target(params[0], spec)
     return target, None if spec.draft is None else DraftModel(spec.draft).bind({"params": params[1]})
 
 
-def taps(spec: StepSpec) -> tuple[int, ...]:
-    """Target layers whose outputs the drafter wants."""
-    return () if spec.draft is None else spec.draft.target_layer_ids
+def bind_target(params: Params, spec: StepSpec) -> TargetModel:
+    """The target with all of its parameters, or with those outside its layers for its embedding and head alone."""
+    return TargetModel(spec.target).bind({"params": params})
+
+
+def block_positions(slots: Slots, tables: Tables, length: int) -> Int[Array, "B T"]:
+    """Positions of the next `length` tokens of each sequence, -1 in rows of padding."""
+    takes_part = tables.rows < len(slots.length)
+    positions = slots.of(tables.rows).length[:, None] + jnp.arange(length)
+    return jnp.where(takes_part[:, None], positions, -1)
+
+
+def extend(
+    models: tuple[TargetModel, DraftModel | None],
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    caches: Caches,
+    spec: StepSpec,
+) -> tuple[Float[Array, "B T D"], Caches]:
+    """Run the target over tokens, and keep what it tells the drafter of them."""
+    target, drafter = models
+    hidden, features, cache = target(tokens, positions, caches.target, spec.taps)
+    caches = caches.with_target(cache)
+    if drafter is not None:
+        caches = caches.with_draft(drafter.write_context(features, positions, caches.draft))
+    return hidden, caches
 
 
 def draft_block(
-    target: TargetModel, draft: DraftModel, slots: Slots, positions: Int[Array, "B G"], cache: KVCache
+    target: TargetModel, drafter: DraftModel, slots: Slots, positions: Int[Array, "B G"], cache: KVCache
 ) -> tuple[Int[Array, "B G-1"], KVCache]:
     """The drafter's tokens for positions n+1..n+G-1, from the anchor and G-1 mask tokens at n..n+G-1."""
-    masked = jnp.full_like(positions[:, 1:], draft.config.mask_token_id)
+    masked = jnp.full_like(positions[:, 1:], drafter.config.mask_token_id)
     embedded = target.embed(jnp.concatenate([slots.anchor[:, None], masked], axis=1))
-    hidden, cache = draft(embedded, positions, cache)
+    hidden, cache = drafter(embedded, positions, cache)
     # Row j predicts the token at its own position; the anchor's is already known.
-    return draft.tokens(hidden[:, 1:], target.head), cache
+    return drafter.tokens(hidden[:, 1:], target.head), cache
 
 
-def accepted(tokens: Int[Array, "B G"], drafts: Int[Array, "B G-1"]) -> Int[Array, " B"]:
+def accepted(tokens: Int[Array, "B T"], drafts: Int[Array, "B T-1"]) -> Int[Array, " B"]:
     """How many drafts the target confirms: the longest prefix in which its own tokens are the drafts."""
     return jnp.cumprod(drafts == tokens[:, :-1], axis=1, dtype=jnp.int32).sum(axis=1)

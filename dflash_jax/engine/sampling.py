@@ -11,33 +11,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.core import MOST_LOGPROBS
 from dflash_jax.engine.state import Logprobs, Sampler, SamplingMode
 
 
 def sample(
-    logits: Float[Array, "B T V"],
-    positions: Int[Array, "B T"],
-    emitted: Int[Array, "B T"],
-    sampler: Sampler,
-    mode: SamplingMode,
+    logits: Float[Array, "B T V"], positions: Int[Array, "B T"], sampler: Sampler, mode: SamplingMode
 ) -> Int[Array, "B T"]:
     """Choose a token for each row.
 
     Args:
-        logits: the target's, float32.
+        logits: the target's, after penalties and masks, float32.
         positions: of the tokens to be chosen (one beyond the rows' own).
-        emitted: tokens emitted before each row, for `min_tokens`.
         sampler: parameters of the B sequences.
         mode: greedy ignores temperatures, random ignores top-k and top-p.
     """
-    logits = forbid_stop(logits, emitted, sampler)
     greedy = logits.argmax(axis=-1).astype(jnp.int32)
     if mode == "greedy":
         return greedy
     is_greedy = (sampler.temperature == 0)[:, None]
     scaled = logits / jnp.where(is_greedy, 1.0, sampler.temperature[:, None])[..., None]
     scaled = keep_min_p(scaled, sampler.min_p)
-    if mode == "filtered":
+    if mode != "random":
         scaled = keep_top_k_top_p(scaled, sampler.top_k, sampler.top_p)
     drawn = (scaled + gumbel(sampler.key, positions, logits.shape[-1])).argmax(axis=-1).astype(jnp.int32)
     return jnp.where(is_greedy, greedy, drawn)
@@ -51,16 +46,6 @@ def gumbel(key: Array, positions: Int[Array, "B T"], size: int) -> Float[Array, 
         return jax.random.gumbel(jax.random.fold_in(seeded, position), (size,), jnp.float32)
 
     return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(key, positions)
-
-
-def forbid_stop(logits: Float[Array, "B T V"], emitted: Int[Array, "B T"], sampler: Sampler) -> Float[Array, "B T V"]:
-    """Rule out the tokens that would end a sequence before `min_tokens` are emitted."""
-    early = emitted < sampler.min_tokens[:, None]
-    vocabulary = logits.shape[-1]
-    rows = jnp.arange(logits.shape[0])[:, None]
-    stop = jnp.where(sampler.stop_ids < 0, vocabulary, sampler.stop_ids)
-    stops = jnp.zeros((logits.shape[0], vocabulary), bool).at[rows, stop].set(True, mode="drop")
-    return jnp.where(early[..., None] & stops[:, None, :], -jnp.inf, logits)
 
 
 def keep_min_p(logits: Float[Array, "B T V"], min_p: Float[Array, " B"]) -> Float[Array, "B T V"]:
@@ -88,11 +73,9 @@ def keep_top_k_top_p(
     return jnp.where(logits < least, -jnp.inf, logits)
 
 
-def logprobs_of(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], num_logprobs: int | None) -> Logprobs | None:
+def logprobs_of(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Logprobs:
     """Log-probabilities of chosen tokens under the unprocessed distribution (vLLM's `raw_logprobs`)."""
-    if num_logprobs is None:
-        return None
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)
-    top, top_tokens = jax.lax.top_k(logprobs, num_logprobs)
+    top, top_tokens = jax.lax.top_k(logprobs, min(MOST_LOGPROBS, logits.shape[-1]))
     return Logprobs(chosen=chosen[..., 0], rank=(logprobs > chosen).sum(axis=-1) + 1, top=top, top_tokens=top_tokens)

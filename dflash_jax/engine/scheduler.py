@@ -2,7 +2,8 @@
 
 A sequence is admitted when a slot and pages for its prompt are free, is prefilled in chunks, then takes part in every
 round. Its pages are reserved ahead of the rounds that are in flight. When pages run out, the sequence that came last
-gives its own back and waits again; what it has emitted becomes part of its prompt.
+gives its own back and waits again; what it has emitted becomes part of its prompt. After a step that failed, the
+sequences of it run alone until each has got through a round.
 """
 
 from __future__ import annotations
@@ -92,10 +93,10 @@ class Running:
 class Scheduler:
     """Waiting and running sequences, their slots, pages and page tables."""
 
-    def __init__(self, layout: Layout, max_num_seqs: int, *, prefix_caching: bool):
+    def __init__(self, layout: Layout, max_num_seqs: int):
         self.layout = layout
-        self.prefix_caching = prefix_caching
         self.full, self.sliding = PagePool(layout.full_pages), PagePool(layout.sliding_pages)
+        self.num_preemptions = 0
         self.waiting: deque[Sequence] = deque()
         self.running: list[Running] = []  # oldest first
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -106,13 +107,20 @@ class Scheduler:
     def admit(self) -> list[Running]:
         """Start waiting sequences while there are slots and pages for them."""
         admitted = []
-        while self.waiting and self._free_slots:
+        while self.waiting and self._free_slots and self._may_start(self.waiting[0]):
             running = self._start(self.waiting[0])
             if running is None:
                 break
             self.waiting.popleft()
             admitted.append(running)
         return admitted
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        """Whether nothing speaks against a waiting sequence but pages."""
+        if sequence.suspect or any(r.sequence.suspect for r in self.running):
+            return not self.running
+        # The first completion of a prompt fills the pages that the others share.
+        return not any(r.sequence is sequence.first and not r.is_prefilled for r in self.running)
 
     def reserve_round(self, running: Running) -> bool:
         """Own the pages that a further round may write; False, and nothing changed, if there are too few."""
@@ -121,6 +129,8 @@ class Scheduler:
         if layout.window is not None:
             self._recycle(running)
         kept = running.sliding_start + len(running.sliding)
+        if ends <= len(running.full) and (layout.window is None or ends <= kept):
+            return True
         full = self.full.take(max(ends - len(running.full), 0))
         sliding = self.sliding.take(0 if layout.window is None else max(ends - kept, 0))
         if full is None or sliding is None:
@@ -132,14 +142,14 @@ class Scheduler:
 
     def remember(self, running: Running) -> None:
         """Let others share the whole pages that are certainly written."""
-        if not self.prefix_caching:
+        salt = running.sequence.cache_salt
+        if salt is None:
             return
         known, size = len(running.hashes), self.layout.page_size
         written = running.length if running.is_prefilled else running.prefilled
         if written // size <= known:
             return
-        text = running.sequence.prompt_token_ids + running.sequence.output.token_ids
-        extend_hashes(running.hashes, text[:written], size)
+        extend_hashes(running.hashes, running.sequence.tokens_between(known * size, written), size, salt)
         for index in range(known, len(running.hashes)):
             self.full.remember(running.full[index], running.hashes[index])
             if index >= running.sliding_start and running.sliding:
@@ -166,7 +176,26 @@ class Scheduler:
         last = self.running[-1]
         self.release(last)
         self.waiting.appendleft(last.sequence)
+        self.num_preemptions += 1
         return last
+
+    def forget(self, running: Running) -> None:
+        """Let nobody take up the pages of a sequence whose keys and values cannot be trusted."""
+        self.full.forget(running.full)
+        self.sliding.forget(running.sliding)
+
+    def requeue(self) -> list[Sequence]:
+        """After a failed step: everything in the cache is lost, and who ran waits again, in front of all others.
+
+        Returns:
+            Who ran, oldest first.
+        """
+        lost = [running.sequence for running in self.running]
+        for running in list(self.running):
+            self.release(running)
+        self.full, self.sliding = PagePool(self.layout.full_pages), PagePool(self.layout.sliding_pages)
+        self.waiting.extendleft(reversed(lost))
+        return lost
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page is owned as often as counted, and none is lost."""
@@ -178,9 +207,9 @@ class Scheduler:
         layout, emitted = self.layout, sequence.output.token_ids
         text = [*sequence.prompt_token_ids, *emitted[:-1]]
         hashes: list[PageHash] = []
-        if self.prefix_caching:
+        if sequence.cache_salt is not None and not sequence.wants_prompt_logprobs:
             # The last token of a prompt is always processed: its logits are wanted.
-            extend_hashes(hashes, text[:-1], layout.page_size)
+            extend_hashes(hashes, text[:-1], layout.page_size, sequence.cache_salt)
         full = self.full.take_known(hashes)
         hit = len(full)
         sliding, start = self._take_known_window(hashes[:hit], len(text))
@@ -193,6 +222,8 @@ class Scheduler:
             return None
         running = Running(sequence, self._free_slots.pop(), text, prefilled=hit * layout.page_size)
         running.hashes, running.sliding_start = hashes[:hit], start
+        if not emitted:
+            sequence.num_cached_tokens = running.prefilled
         self.sliding_from[running.slot] = (start if sliding else hit) * layout.page_size
         self._grow(running, [*full, *more], [*sliding, *more_sliding])
         self.running.append(running)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from dflash_jax.checkpoint.tokenizer import Detokenizer, Tokenizer
 from dflash_jax.core import CompletionOutput, Logprob, SamplingParams
+from dflash_jax.engine.constraints import Constraint
 
 TokenLogprobs = dict[int, Logprob]
 
@@ -23,7 +24,13 @@ class Sequence:
         eos_token_ids: tokens that end it, empty with `ignore_eos`.
         max_new_tokens: most tokens it may emit, within `max_model_len`.
         output: what came so far.
+        constraint: what its text must obey, None for anything.
+        first: the first completion of the same prompt, whose pages the others share; None for that one itself.
+        cache_salt: prefix-cache pages are shared among sequences of equal salt only; None shares nothing.
         acceptance_lengths: tokens of each round.
+        prompt_logprobs: of the prompt's second token and those after it, as far as they are known.
+        num_cached_tokens: prompt tokens that the prefix cache had.
+        suspect: whether a step that it took part in has failed.
     """
 
     prompt_token_ids: list[int]
@@ -33,9 +40,17 @@ class Sequence:
     max_new_tokens: int
     tokenizer: Tokenizer | None
     output: CompletionOutput
+    constraint: Constraint | None = None
+    first: Sequence | None = None
+    cache_salt: bytes | None = b""
     acceptance_lengths: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    suspect: bool = False
     _detokenizer: Detokenizer | None = None
     _text: str = ""
+    _stop_ids: frozenset[int] = frozenset()
+    _holdback: int = 0  # characters at the end that may be the beginning of a stop string
     _unchecked: int = 0  # characters of _text before which no stop string may begin
 
     def __post_init__(self) -> None:
@@ -43,6 +58,8 @@ class Sequence:
             self._detokenizer = Detokenizer(
                 self.tokenizer, self.prompt_token_ids, skip_special_tokens=self.params.skip_special_tokens
             )
+        self._stop_ids = frozenset(self.stop_ids)
+        self._holdback = max((len(stop) for stop in self.params.stop), default=1) - 1
         if self.params.logprobs is not None:
             self.output.logprobs = []
             self.output.cumulative_logprob = 0.0
@@ -53,17 +70,37 @@ class Sequence:
         return self.output.finish_reason is not None
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to come."""
+        wanted = self.params.prompt_logprobs is not None and self.output.index == 0
+        return wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids) - 1
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         """Every token that may end it."""
         return (*self.eos_token_ids, *self.params.stop_token_ids)
 
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """Tokens of prompt and completion from one position up to another."""
+        before = len(self.prompt_token_ids)
+        if start >= before:  # no copy of a long text for a few tokens of it
+            return self.output.token_ids[start - before : end - before]
+        return self.prompt_token_ids[start:end] + self.output.token_ids[: max(end - before, 0)]
+
     def decode_one(self, token: int) -> str | None:
         """The text of one token on its own, None without a tokenizer."""
-        return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+        return None if self.tokenizer is None else self.tokenizer.decode_one(token)
 
     def extend(self, tokens: Iterable[int], logprobs: Seq[TokenLogprobs] | None) -> int:
         """Append what a step emitted, up to where the completion ends; returns how many tokens were taken."""
-        taken = 0
+        if self._is_broken():  # then its masks meant nothing
+            return 0
+        tokens, taken = list(tokens), 0
+        if logprobs is None and self._cannot_end_in(tokens):
+            self.output.token_ids += tokens
+            if self._detokenizer is not None:
+                self._text += "".join(map(self._detokenizer.push, tokens))
+            taken, tokens = len(tokens), []
         for token in tokens:
             taken += 1
             self.output.token_ids.append(token)
@@ -71,8 +108,28 @@ class Sequence:
                 self._add_logprobs(token, logprobs[taken - 1])
             if self._ends_with(token):
                 break
+        if self.constraint is not None and not self.finished:
+            self.constraint.accept(self.output.token_ids[-taken:])
+            if not self._is_broken() and self.constraint.is_complete:
+                self._finish("stop", None)
         self._publish_text()
         return taken
+
+    def _cannot_end_in(self, tokens: list[int]) -> bool:
+        """Whether none of these tokens can be the last, which need not be asked of each then."""
+        count = len(self.output.token_ids) + len(tokens)
+        return not self.params.stop and count < self.max_new_tokens and self._stop_ids.isdisjoint(tokens)
+
+    def _is_broken(self) -> bool:
+        """Whether its constraint cannot go on; it has failed then."""
+        error = None if self.constraint is None else self.constraint.error
+        if error is not None:
+            self.fail(error)
+        return error is not None
+
+    def fail(self, cause: str) -> None:
+        """End it because something went wrong; what it has emitted stays."""
+        self.output.finish_reason, self.output.error = "error", cause
 
     def _add_logprobs(self, token: int, alternatives: TokenLogprobs) -> None:
         assert self.output.logprobs is not None
@@ -84,7 +141,7 @@ class Sequence:
         """Whether the completion ends with this, its newest, token."""
         count = len(self.output.token_ids)
         may_stop = count > self.params.min_tokens
-        if may_stop and token in self.stop_ids:
+        if may_stop and token in self._stop_ids:
             if self.params.include_stop_str_in_output:
                 self._add_text(token)
             stop_reason = None if token in self.eos_token_ids else token
@@ -102,11 +159,6 @@ class Sequence:
     def _add_text(self, token: int) -> None:
         if self._detokenizer is not None:
             self._text += self._detokenizer.push(token)
-
-    @property
-    def _holdback(self) -> int:
-        """Characters at the end that may be the beginning of a stop string."""
-        return max((len(stop) for stop in self.params.stop), default=1) - 1
 
     def _stop_string(self) -> bool:
         """End at the earliest stop string in the unchecked text, if there is one."""

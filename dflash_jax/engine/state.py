@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.cache.paged import PagedKVCache
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.models.layers import KVCache
 
-SamplingMode = Literal["greedy", "random", "filtered"]
+Tree = TypeVar("Tree")
+SamplingMode = Literal["greedy", "random", "filtered", "controlled", "constrained"]
+# Each can do what the one before can: temperature, top-k and top-p, penalties and biases, masks.
+MODES: tuple[SamplingMode, ...] = ("greedy", "random", "filtered", "controlled", "constrained")
+CONTROLLED_MODES = MODES[3:]  # these take `Controls`, and may report log-probabilities
 
 
 @dataclass(frozen=True)
@@ -25,37 +31,74 @@ class StepSpec:
     Attributes:
         target: the target.
         draft: the drafter, None without one.
-        block: G, tokens verified in a round; 1 without a drafter.
-        sampling: what the most demanding sequence of the batch needs: no randomness, temperature alone, or
-            a sort for top-k and top-p too.
-        num_logprobs: likeliest alternatives to report, None when nobody asked for log-probabilities.
+        block: G, tokens of a drafted block; 1 without a drafter.
+        mesh: devices; what steps hand to each other lies whole on each of them, but for the pools.
     """
 
     target: TargetConfig
     draft: DraftConfig | None
     block: int
-    sampling: SamplingMode
-    num_logprobs: int | None
+    mesh: Mesh
+
+    def replicate(self, tree: Tree) -> Tree:
+        """Inside a step: let the arrays lie whole on every device, whatever the compiler would choose."""
+        return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec()))
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs the drafter wants."""
+        return () if self.draft is None else self.draft.target_layer_ids
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampler:
-    """Sampling parameters of B sequences; `SamplingParams` says what each means."""
+    """Sampling parameters of Q slots; `SamplingParams` says what each means."""
 
-    temperature: Float[Array, " B"]
-    top_p: Float[Array, " B"]
-    top_k: Int[Array, " B"]  # V keeps all
-    min_p: Float[Array, " B"]
-    min_tokens: Int[Array, " B"]
-    stop_ids: Int[Array, "B E"]  # tokens that min_tokens forbids, -1 where there are fewer
-    key: UInt32[Array, "B 2"]  # words of the seed
+    temperature: Float[Array, " Q"]
+    top_p: Float[Array, " Q"]
+    top_k: Int[Array, " Q"]  # V keeps all
+    min_p: Float[Array, " Q"]
+    key: UInt32[Array, "Q 2"]  # words of the seed
+    presence_penalty: Float[Array, " Q"]
+    frequency_penalty: Float[Array, " Q"]
+    repetition_penalty: Float[Array, " Q"]
+    min_tokens: Int[Array, " Q"]
+    has_bias: Bool[Array, " Q"]
+
+    def of(self, rows: Int[Array, " B"]) -> Sampler:
+        """The parameters of some slots; a row beyond the last slot gets anything."""
+        return jax.tree.map(lambda whole: whole.at[rows].get(mode="clip"), self)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Controls:
+    """What penalties, biases and `min_tokens` know of each token of the vocabulary, for Q slots; donated.
+
+    A slot's rows mean something only while its sequence uses them.
+
+    Attributes:
+        counts: how often the slot's sequence has emitted the token.
+        prompted: whether the token stands in its prompt.
+        stops: whether the token ends it.
+        bias: added to the logits; -inf where `allowed_token_ids` leaves a token out.
+    """
+
+    counts: Int[Array, "Q V"]
+    prompted: Bool[Array, "Q V"]
+    stops: Bool[Array, "Q V"]
+    bias: Float[Array, "Q V"]
+
+    def of(self, rows: Int[Array, " B"]) -> Controls:
+        """The controls of some slots; a row beyond the last slot gets anything."""
+        return jax.tree.map(lambda whole: whole.at[rows].get(mode="clip"), self)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slots:
-    """State of B slots that only the device knows in time; donated from step to step.
+    """State of Q slots that only the device knows in time; donated from step to step.
 
     Attributes:
         anchor: last emitted token, not yet processed by the target.
@@ -63,48 +106,87 @@ class Slots:
         emitted: tokens emitted so far.
     """
 
-    anchor: Int[Array, " B"]
-    length: Int[Array, " B"]
-    emitted: Int[Array, " B"]
+    anchor: Int[Array, " Q"]
+    length: Int[Array, " Q"]
+    emitted: Int[Array, " Q"]
+
+    def of(self, rows: Int[Array, " B"]) -> Slots:
+        """The state of some slots; a row beyond the last slot gets anything."""
+        return jax.tree.map(lambda whole: whole.at[rows].get(mode="clip"), self)
+
+    def put(self, rows: Int[Array, " B"], own: Slots) -> Slots:
+        """With the state of some slots replaced; rows beyond the last slot are dropped."""
+        return jax.tree.map(lambda whole, part: whole.at[rows].set(part, mode="drop"), self, own)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tables:
-    """Page tables of B slots, one a KV group; a negative entry keeps nothing.
+    """Slots and page tables of B sequences, packed so that they reach the device in one transfer.
 
     Attributes:
-        full: of the target's layers and the drafter's full layers.
-        sliding: of the drafter's sliding layers.
-        sliding_from: first position that the sliding layers have keys of; a prefix hit leaves a gap before it.
+        packed: the slot (beyond the last one for a row of padding), the first position that the sliding layers have
+            keys of (a prefix hit leaves a gap before it), and the page tables of both KV groups, M entries each; a
+            negative entry keeps nothing.
     """
 
-    full: Int[Array, "B M"]
-    sliding: Int[Array, "B M"]
-    sliding_from: Int[Array, " B"]
+    packed: Int[Array, "B 2*M+2"]
+
+    @staticmethod
+    def pack(rows: np.ndarray, sliding_from: np.ndarray, full: np.ndarray, sliding: np.ndarray) -> Tables:
+        """From host arrays [B], [B], [B, M] and [B, M]."""
+        columns = [rows[:, None], sliding_from[:, None], full, sliding]
+        return Tables(np.concatenate(columns, axis=1, dtype=np.int32))  # type: ignore[arg-type]
+
+    def over_target(self, cache: PagedKVCache) -> PagedKVCache:
+        """The target's cache seen through these tables."""
+        return replace(cache, tables=(self.full,), valid_from=(jnp.zeros_like(self.sliding_from),))
+
+    def over_draft(self, cache: PagedKVCache) -> PagedKVCache:
+        """The drafter's cache seen through these tables."""
+        everything = jnp.zeros_like(self.sliding_from)
+        return replace(cache, tables=(self.full, self.sliding), valid_from=(everything, self.sliding_from))
+
+    @property
+    def rows(self) -> Int[Array, " B"]:
+        """The slots."""
+        return self.packed[:, 0]
+
+    @property
+    def sliding_from(self) -> Int[Array, " B"]:
+        """First position that the sliding layers have keys of."""
+        return self.packed[:, 1]
+
+    @property
+    def full(self) -> Int[Array, "B M"]:
+        """Pages of the target's layers and of the drafter's full layers."""
+        return self.packed[:, 2 : 2 + (self.packed.shape[1] - 2) // 2]
+
+    @property
+    def sliding(self) -> Int[Array, "B M"]:
+        """Pages of the drafter's sliding layers."""
+        return self.packed[:, 2 + (self.packed.shape[1] - 2) // 2 :]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the prompts of R sequences, to be prefilled.
+    """A part of the prompts of B sequences, to be prefilled.
 
     Attributes:
-        rows: their slots; beyond the last slot for padding.
         tokens: of the chunk.
         positions: absolute, -1 for padding behind the tokens.
         length: of each whole prompt.
         emitted: tokens that a sequence had emitted before it was preempted; they are part of its prompt.
         anchor: its last emitted token then, -1 for a sequence whose first token is still to be sampled.
-        tables: page tables of the R sequences.
+        tables: slots and page tables.
     """
 
-    rows: Int[Array, " R"]
-    tokens: Int[Array, "R T"]
-    positions: Int[Array, "R T"]
-    length: Int[Array, " R"]
-    emitted: Int[Array, " R"]
-    anchor: Int[Array, " R"]
+    tokens: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    length: Int[Array, " B"]
+    emitted: Int[Array, " B"]
+    anchor: Int[Array, " B"]
     tables: Tables
 
 
@@ -118,13 +200,7 @@ class Caches:
 
     def through(self, tables: Tables) -> Caches:
         """The caches seen through the page tables of a step."""
-        everything = jnp.zeros_like(tables.sliding_from)
-        return Caches(
-            target=replace(self.target, tables=(tables.full,), valid_from=(everything,)),
-            draft=replace(
-                self.draft, tables=(tables.full, tables.sliding), valid_from=(everything, tables.sliding_from)
-            ),
-        )
+        return Caches(tables.over_target(self.target), tables.over_draft(self.draft))
 
     def with_target(self, cache: KVCache) -> Caches:
         """After the target wrote to its cache."""
@@ -138,13 +214,19 @@ class Caches:
 
     def pools(self) -> Caches:
         """Without the tables."""
-        return Caches(*(replace(cache, tables=(), valid_from=()) for cache in (self.target, self.draft)))
+        return Caches(pools_of(self.target), pools_of(self.draft))
+
+
+def pools_of(cache: KVCache) -> PagedKVCache:
+    """A cache without tables."""
+    assert isinstance(cache, PagedKVCache)
+    return replace(cache, tables=(), valid_from=())
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Emitted:
-    """Tokens of one step: of row b, the first `count[b]` of T were emitted.
+    """Tokens of one step: of row b, the first `count[b]` of T were emitted; -1 where the logits were no numbers.
 
     The log-probabilities belong to the same rows and are None unless asked for.
     """

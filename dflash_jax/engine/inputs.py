@@ -1,0 +1,115 @@
+"""From running sequences to the arrays of a step. Pure host code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash_jax.engine.scheduler import Running, Scheduler
+from dflash_jax.engine.sequence import Sequence
+from dflash_jax.engine.state import MODES, Chunk, Sampler, SamplingMode, Tables
+
+COLDEST, HOTTEST = 1e-6, 1e6  # temperatures: beyond them, nothing but the range of float32 would change
+
+
+class SamplerRows:
+    """Sampling parameters of every slot, as the host keeps them."""
+
+    def __init__(self, slots: int, vocab_size: int):
+        self.vocab_size = vocab_size
+        columns: dict[str, Any] = {
+            "temperature": np.zeros(slots, np.float32),
+            "top_p": np.ones(slots, np.float32),
+            "top_k": np.full(slots, vocab_size, np.int32),
+            "min_p": np.zeros(slots, np.float32),
+            "key": np.zeros((slots, 2), np.uint32),
+            "presence_penalty": np.zeros(slots, np.float32),
+            "frequency_penalty": np.zeros(slots, np.float32),
+            "repetition_penalty": np.ones(slots, np.float32),
+            "min_tokens": np.zeros(slots, np.int32),
+            "has_bias": np.zeros(slots, np.bool_),
+        }
+        self.rows = Sampler(**columns)
+
+    def snapshot(self) -> Sampler:
+        """A copy: what is handed to the device may be read after the next change."""
+        return jax.tree.map(np.copy, self.rows)
+
+    def put(self, slot: int, sequence: Sequence) -> None:
+        """A slot's sequence has changed."""
+        params = sequence.params
+        row = {
+            "temperature": params.temperature and min(max(params.temperature, COLDEST), HOTTEST),
+            "top_p": params.top_p,
+            "top_k": min(params.top_k, self.vocab_size) if params.top_k > 0 else self.vocab_size,
+            "min_p": params.min_p,
+            "key": (sequence.seed >> 32, sequence.seed & 0xFFFFFFFF),
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "repetition_penalty": params.repetition_penalty,
+            "min_tokens": min(params.min_tokens, sequence.max_new_tokens),
+            "has_bias": bool(params.logit_bias) or params.allowed_token_ids is not None,
+        }
+        for name, value in row.items():
+            getattr(self.rows, name)[slot] = value
+
+
+def uses_controls(sequence: Sequence) -> bool:
+    """Whether its tokens depend on what only `Controls` knows."""
+    p = sequence.params
+    is_early = len(sequence.output.token_ids) < p.min_tokens
+    has_penalty = (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) != (0, 0, 1)
+    return is_early or has_penalty or bool(p.logit_bias) or p.allowed_token_ids is not None
+
+
+def mode_of(sequence: Sequence) -> SamplingMode:
+    """The cheapest mode that samples a sequence rightly."""
+    p = sequence.params
+    if sequence.constraint is not None:
+        return "constrained"
+    if uses_controls(sequence) or p.logprobs is not None:
+        return "controlled"
+    if p.temperature == 0:
+        return "greedy"
+    return "filtered" if p.top_k > 0 or p.top_p < 1 else "random"
+
+
+def mode_of_all(sequences: list[Sequence]) -> tuple[SamplingMode, bool]:
+    """The mode that samples all of them rightly, and whether any wants log-probabilities."""
+    mode = max(map(mode_of, sequences), key=MODES.index)
+    return mode, any(s.params.logprobs is not None for s in sequences)
+
+
+def tables_of(scheduler: Scheduler, running: list[Running], rows: int, width: int) -> Tables:
+    """Slots and page tables, padded to so many rows; tables of so many pages."""
+    slots = slots_of(running, rows, padding=len(scheduler.sliding_from))
+    own = np.minimum(slots, len(scheduler.sliding_from) - 1)
+    return Tables.pack(
+        slots, scheduler.sliding_from[own], scheduler.full_table[own, :width], scheduler.sliding_table[own, :width]
+    )
+
+
+def slots_of(running: Seq[Running | None], rows: int, *, padding: int) -> np.ndarray:
+    """Slots of the sequence of each row [B]; `padding` where there is none."""
+    slots = np.full(rows, padding, np.int32)
+    slots[: len(running)] = [padding if r is None else r.slot for r in running]
+    return slots
+
+
+def chunk_of(pending: list[Running], rows: int, width: int, tables: Tables) -> Chunk:
+    """The next `width` tokens of each prompt, padded."""
+    tokens = np.zeros((rows, width), np.int32)
+    positions = np.full((rows, width), -1, np.int32)
+    length, emitted, anchor = np.zeros((3, rows), np.int32)
+    anchor -= 1
+    for row, running in enumerate(pending):
+        part = running.text[running.prefilled : running.prefilled + width]
+        tokens[row, : len(part)] = part
+        positions[row, : len(part)] = np.arange(running.prefilled, running.prefilled + len(part))
+        before = running.sequence.output.token_ids  # of a preempted sequence
+        length[row], emitted[row] = len(running.text), len(before)
+        anchor[row] = before[-1] if before else -1
+    return Chunk(tokens, positions, length, emitted, anchor, tables)  # type: ignore[arg-type]

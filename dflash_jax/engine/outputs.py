@@ -1,0 +1,47 @@
+"""From what a step emitted to the tokens and log-probabilities of sequences. Pure host code."""
+
+from __future__ import annotations
+
+from dflash_jax.core import Logprob
+from dflash_jax.engine.sequence import Sequence, TokenLogprobs
+from dflash_jax.engine.state import Emitted, Logprobs
+
+
+def take_emitted(sequence: Sequence, emitted: Emitted, row: int, *, is_round: bool) -> None:
+    """Hand a running sequence the tokens that a step emitted for it."""
+    tokens = emitted.tokens[row, : int(emitted.count[row])].tolist()
+    logprobs = None
+    wanted = sequence.params.logprobs
+    if wanted is not None:
+        assert emitted.logprobs is not None
+        logprobs = alternatives(emitted.logprobs, row, slice(len(tokens)), tokens, wanted, sequence)
+    taken = sequence.extend(tokens, logprobs)
+    if is_round:
+        sequence.acceptance_lengths.append(taken)
+
+
+def take_prompt_logprobs(sequence: Sequence, found: Logprobs, start: int) -> None:
+    """Hand a sequence the log-probabilities of its prompt's tokens from `start` + 1 on, those it has not had yet."""
+    wanted = sequence.params.prompt_logprobs
+    assert wanted is not None
+    first = start + 1  # the position of the first token that is scored
+    known = len(sequence.prompt_logprobs) + 1
+    end = min(first + found.chosen.shape[1], len(sequence.prompt_token_ids))
+    tokens = sequence.prompt_token_ids[known:end]
+    sequence.prompt_logprobs += alternatives(found, 0, slice(known - first, end - first), tokens, wanted, sequence)
+
+
+def alternatives(
+    found: Logprobs, row: int, columns: slice, tokens: list[int], wanted: int, sequence: Sequence
+) -> list[TokenLogprobs]:
+    """For each of the tokens in some columns of a row: itself, and the likeliest alternatives."""
+    chosen, rank = found.chosen[row, columns].tolist(), found.rank[row, columns].tolist()
+    top, top_tokens = found.top[row, columns, :wanted].tolist(), found.top_tokens[row, columns, :wanted].tolist()
+    decode, listed = sequence.decode_one, []
+    for token, own, own_rank, others, theirs in zip(tokens, chosen, rank, top_tokens, top, strict=True):
+        entries = {token: Logprob(own, own_rank, decode(token))}
+        for i, (other, logprob) in enumerate(zip(others, theirs, strict=True)):
+            if other not in entries:
+                entries[other] = Logprob(logprob, i + 1, decode(other))
+        listed.append(entries)
+    return listed

@@ -1,0 +1,130 @@
+"""Compiling every step before the first request, and counting what is compiled after that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.progress import track
+
+from dflash_jax.checkpoint.loader import Params
+from dflash_jax.engine import round as steps
+from dflash_jax.engine.controls import set_controls
+from dflash_jax.engine.shapes import Shapes
+from dflash_jax.engine.state import (
+    CONTROLLED_MODES,
+    MODES,
+    Caches,
+    Chunk,
+    Controls,
+    Sampler,
+    Slots,
+    StepSpec,
+    Tables,
+)
+
+COMPILED = "/jax/core/compile/backend_compile_duration"  # jax.monitoring's event, one a program
+COMMIT_MODES = [(mode, False) for mode in MODES] + [(mode, True) for mode in CONTROLLED_MODES]
+Job = Callable[[], None]
+
+
+class CompileCounter:
+    """How many programs JAX has compiled in this process since it was first asked."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **_attributes: str | int) -> None:
+        self.count += event == COMPILED
+
+
+@cache
+def compile_counter() -> CompileCounter:
+    """The counter of this process; JAX tells everybody of everything."""
+    return CompileCounter()
+
+
+def compile_steps(
+    params: tuple[Params, Params],
+    shared: tuple[Params, Params],
+    slots: Slots,
+    caches: Caches,
+    controls: Controls,
+    sampler: Sampler,
+    *,
+    spec: StepSpec,
+    shapes: Shapes,
+) -> int:
+    """Compile every step in every shape, several at a time; nothing is run. Shows a progress bar.
+
+    Args:
+        params: the target's and the drafter's.
+        shared: the same, without the target's layers.
+        slots: of the engine; only shapes, dtypes and places matter here, as of all that follow.
+        caches: likewise.
+        controls: likewise.
+        sampler: likewise.
+        spec: static.
+        shapes: of the steps.
+
+    Returns:
+        How many programs there are.
+    """
+    whole = NamedSharding(spec.mesh, PartitionSpec())
+    hidden_dtype, width = params[0]["norm"].dtype, spec.target.hidden_size
+
+    def hidden(rows: int, length: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, length, width), hidden_dtype, sharding=whole)
+
+    def block(rows: int, length: int) -> jax.ShapeDtypeStruct | None:
+        return jax.ShapeDtypeStruct((rows, spec.block), np.int32, sharding=whole) if length > 1 else None
+
+    state = (params, slots, caches)
+    commits = {(rows, length) for rows, length in product(shapes.batches, shapes.lengths)}
+    commits |= {(rows, 1) for rows, _ in shapes.prefills()}
+    jobs: list[Job] = []
+    for pages in shapes.tables:
+        for rows in shapes.batches:
+            table = Tables(_zeros(rows, 2 * pages + 2))
+            if shapes.lengths[-1] > 1:
+                jobs.append(partial(_compile, steps.draft, shared, slots, caches.draft, table, spec=spec))
+            jobs += (
+                partial(_compile, steps.verify, *state, table, block(rows, length), spec=spec, length=length)
+                for length in shapes.lengths
+            )
+        for rows, tokens in shapes.prefills():
+            plane, column = _zeros(rows, tokens), _zeros(rows)
+            chunk = Chunk(plane, plane, column, column, column, Tables(_zeros(rows, 2 * pages + 2)))
+            jobs.append(partial(_compile, steps.prefill, *state, chunk, spec=spec))
+    for tokens in shapes.chunks:
+        jobs.append(partial(_compile, steps.score, shared[0], hidden(1, tokens), _zeros(1, tokens), spec=spec))
+    for (rows, length), (mode, with_logprobs) in product(sorted(commits), COMMIT_MODES):
+        used = controls if mode in CONTROLLED_MODES else None
+        words = -(-spec.target.vocab_size // 32)
+        allowed = np.zeros((rows, length, words), np.uint32) if mode == "constrained" else None
+        arguments = (shared[0], slots, used, _zeros(rows), hidden(rows, length), block(rows, length), sampler, allowed)
+        static = {"spec": spec, "mode": mode, "with_logprobs": with_logprobs}
+        jobs.append(partial(_compile, steps.commit, *arguments, **static))
+    row = jax.tree.map(lambda array: np.zeros(array.shape[1], array.dtype), controls)
+    jobs.append(partial(_compile, set_controls, controls, np.int32(0), row))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in track(pool.map(lambda job: job(), jobs), "Compiling", total=len(jobs), transient=True):
+            pass
+    return len(jobs)
+
+
+def _compile(step: Any, *arguments: Any, **static: Any) -> None:
+    """Leaves the program where a call of the same shapes finds it."""
+    step.lower(*arguments, **static).compile()
+
+
+def _zeros(*shape: int) -> Any:
+    return np.zeros(shape, np.int32)

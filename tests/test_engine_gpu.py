@@ -1,0 +1,59 @@
+"""The engine through compiled kernels, over pages of every dtype, against the same engine through reference kernels."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax import LLM, SamplingParams
+from dflash_jax.cache import paged
+from dflash_jax.engine import round as steps
+from tests.pairs import DRAFT, TARGET, prompt, write_model
+
+pytestmark = pytest.mark.gpu
+TOKEN = 5  # a bias makes every engine choose it, so that rounding cannot lead them apart
+WIDE = {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 256, "dtype": "bfloat16"}
+
+
+def hidden_states(folders, kv_cache_dtype, monkeypatch, implementation):
+    """Of every prefill and round, with a block that is right about its first three drafts."""
+    found = []
+    with monkeypatch.context() as patch:
+        if implementation is not None:
+            for name in ("paged_attention", "write_kv"):
+                patch.setattr(paged, name, partial(getattr(paged, name), implementation=implementation))
+        for name in ("verify", "prefill"):
+            original = getattr(steps, name)
+            original.clear_cache()
+
+            def spy(*arguments, original=original, **static):
+                out = original(*arguments, **static)
+                found.append(np.asarray(out[0] if len(out) == 2 else out[-1], np.float32))
+                return out
+
+            patch.setattr(steps, name, spy)
+
+        def draft(params, slots, cache, tables, *, spec):
+            return jnp.full((len(tables.packed), spec.block), TOKEN).at[:, 4].set(TOKEN + 1), cache
+
+        patch.setattr(steps, "draft", draft)
+        llm = LLM(*folders, kv_cache_dtype=kv_cache_dtype, max_num_seqs=2, max_num_batched_tokens=128)
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logit_bias={TOKEN: 100.0})
+        prompts = [prompt(*[(i * i + k) % 60 for i in range(n)]) for k, n in enumerate((300, 300))]
+        llm.engine.lengths = None  # the whole block each round
+        outputs = llm.generate(prompts, params)
+    assert all(set(output.outputs[0].token_ids) == {TOKEN} for output in outputs)
+    return found
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8_e4m3", "fp8_e5m2"])
+def test_compiled_kernels_give_the_reference_states(tmp_path, monkeypatch, kv_cache_dtype):
+    raw = DRAFT | WIDE | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+    folders = write_model(tmp_path / "target", TARGET | WIDE, 0, 0.1), write_model(tmp_path / "draft", raw, 1, 0.1)
+    compiled = hidden_states(folders, kv_cache_dtype, monkeypatch, None)
+    reference = hidden_states(folders, kv_cache_dtype, monkeypatch, "reference")
+    assert len(compiled) == len(reference) > 10
+    for found, wanted in zip(compiled, reference, strict=True):
+        error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+        assert error < 0.03
