@@ -14,13 +14,17 @@ FILES = [*ROOT.glob("dflash_jax/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]
 ARROWS = {
     "pallas_kernels": set(),
     "errors": set(),
+    "env": set(),
     "core": {"errors"},
     "config": {"core", "errors", "pallas_kernels"},
     "models": {"config", "errors", "pallas_kernels"},
     "cache": {"config", "errors", "pallas_kernels"},
     "checkpoint": {"models", "config", "core", "errors"},
     "engine": {"cache", "checkpoint", "models", "config", "core", "errors", "pallas_kernels"},
-    "llm": {"engine", "checkpoint", "config", "core", "errors"},
+    "frontend": {"engine", "checkpoint", "config", "core", "env", "errors"},
+    "serve": {"async_llm", "llm", "frontend", "engine", "checkpoint", "config", "core", "env", "errors"},
+    "async_llm": {"frontend", "engine", "config", "core", "errors"},
+    "llm": {"frontend", "engine", "config", "core", "errors"},
     "generate": {"llm", "config", "core", "errors"},
 }
 

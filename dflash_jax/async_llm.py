@@ -1,0 +1,194 @@
+"""`AsyncLLM`: one engine for many callers at once, each awaiting outputs of its own. What a server is built on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dflash_jax.config import EngineArgs
+from dflash_jax.core import Prompt, RequestOutput, SamplingParams
+from dflash_jax.engine.request import Request
+from dflash_jax.engine.sequence import Sequence
+from dflash_jax.errors import EngineDeadError, RequestError
+from dflash_jax.frontend import load
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Stream:
+    """Outputs on their way from the engine's thread to a caller's event loop.
+
+    An output holds all that has come so far, so only the newest is kept: a slow reader skips some, and loses nothing.
+    """
+
+    request: Request
+    loop: asyncio.AbstractEventLoop
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    newest: RequestOutput | Exception | None = None
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        """From the engine's thread."""
+
+        def deliver() -> None:
+            self.newest = output
+            self.news.set()
+
+        try:
+            self.loop.call_soon_threadsafe(deliver)
+        except RuntimeError:  # the caller's loop is closed: nobody listens
+            logger.debug("request %s: its event loop is closed", self.request.request_id)
+
+    async def get(self) -> RequestOutput:
+        """The newest output that has not been read."""
+        await self.news.wait()
+        self.news.clear()
+        assert self.newest is not None
+        if isinstance(self.newest, Exception):
+            raise self.newest
+        return self.newest
+
+
+class AsyncLLM:
+    """A loaded model that serves requests as they come. The engine runs in a thread of its own.
+
+    Args:
+        model: a folder, or a Hugging Face Hub id, of a Qwen3 or Llama model; None serves the embedded pair.
+        draft_model: the same of its DFlash drafter; None decodes one token a pass.
+        options: see `EngineArgs`; steps are compiled at start unless told otherwise.
+
+    Raises:
+        ConfigError: an unknown architecture, a drafter that does not fit, or an unknown or impossible option.
+        CheckpointError: a folder, file or tensor is missing, damaged or surplus.
+    """
+
+    def __init__(self, model: str | Path | None = None, draft_model: str | Path | None = None, **options: Any):
+        args = EngineArgs.of({"compile_at_start": True} | options)
+        self.frontend, self.engine = load(model, draft_model, args)
+        self.config, self.tokenizer = self.engine.config, self.frontend.tokenizer
+        self._streams: dict[str, Stream] = {}  # of the engine's thread alone, as all of the engine
+        self._owner: dict[int, Stream] = {}
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._cause: Exception | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="dflash-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Complete a prompt; yields all that has come so far, whenever there is more, and at last the whole.
+
+        Leaving early, or being cancelled, aborts the request.
+
+        Args:
+            prompt: a string, `{"prompt": ...}` or `{"prompt_token_ids": [...]}`.
+            sampling_params: None takes `get_default_sampling_params()`.
+            request_id: for `abort`; None numbers it. No two requests that run may have the same.
+
+        Raises:
+            RequestError: the prompt or its parameters cannot be served, or the id is taken.
+            QueueFullError: too many sequences wait already.
+            EngineDeadError: the engine has failed for good, or is closed.
+        """
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        request = self.frontend.request(prompt, params, request_id)
+        stream = Stream(request, asyncio.get_running_loop())
+        self._tell(lambda: self._add(stream))
+        try:
+            while True:
+                output = await stream.get()
+                yield output
+                if output.finished:
+                    break
+        finally:
+            if not request.finished:
+                self._tell(lambda: self._abort(stream))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now; its stream ends with what it has, finish_reason "abort". Others are ignored."""
+        self._tell(lambda: self._abort(self._streams.get(request_id)))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generation_config.json` recommends, as vLLM reads it."""
+        return self.frontend.get_default_sampling_params()
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether no request can be served any more."""
+        return self._is_closed or self._cause is not None
+
+    def close(self) -> None:
+        """Abort what runs and end the engine's thread."""
+        self._is_closed = True
+        self._wake.set()
+        self._thread.join()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    def _tell(self, command: Callable[[], None]) -> None:
+        """Let the engine's thread do something between two steps."""
+        if self.is_dead:
+            raise EngineDeadError(f"the engine has stopped ({self._cause or 'closed'}); start it again.")
+        self._inbox.append(command)
+        self._wake.set()
+
+    def _run(self) -> None:
+        """The engine's thread."""
+        try:
+            while not self._is_closed:
+                if self.engine.is_idle:
+                    self._wake.wait()
+                self._wake.clear()
+                while self._inbox:
+                    self._inbox.popleft()()
+                if not self.engine.is_idle:
+                    self._publish(self.engine.step())
+        except Exception as error:
+            logger.exception("the engine has failed")
+            self._cause = error
+        finally:
+            reason = f"the engine has stopped ({self._cause or 'closed'}); start it again."
+            for stream in self._streams.values():
+                stream.put(EngineDeadError(reason))
+
+    def _add(self, stream: Stream) -> None:
+        request = stream.request
+        if request.request_id in self._streams:
+            stream.put(RequestError(f"request_id={request.request_id!r} is taken by a running request; give another."))
+            return
+        try:
+            self.engine.add(request.sequences)
+        except Exception as error:  # the queue is full
+            stream.put(error)
+            return
+        self._streams[request.request_id] = stream
+        self._owner |= {id(sequence): stream for sequence in request.sequences}
+
+    def _abort(self, stream: Stream | None) -> None:
+        if stream is not None and self._streams.get(stream.request.request_id) is stream:
+            for sequence in stream.request.sequences:
+                self.engine.abort(sequence)
+            self._publish(stream.request.sequences)
+
+    def _publish(self, changed: list[Sequence]) -> None:
+        for stream in {self._owner[id(sequence)]: None for sequence in changed if id(sequence) in self._owner}:
+            stream.put(stream.request.output())
+            if stream.request.finished:
+                del self._streams[stream.request.request_id]
+                for sequence in stream.request.sequences:
+                    del self._owner[id(sequence)]

@@ -1,0 +1,130 @@
+"""Many callers at once: each gets its own answer, may leave at any time, and is told when there is no room."""
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+
+from dflash_jax import LLM, AsyncLLM, EngineDeadError, QueueFullError, RequestError, SamplingParams
+from tests.pairs import GOLDEN, assert_empty, golden_cases, greedy, prompt, tokens_of
+
+PAIR = "qwen3_swa_tied"
+CASES = golden_cases(PAIR)
+
+
+def engine(**options):
+    folder = GOLDEN / PAIR
+    options = {"compile_at_start": False, "max_num_seqs": 4, "page_size": 8} | options
+    return AsyncLLM(folder / "target", folder / "draft", dtype="float32", **options)
+
+
+def run(scenario, **options):
+    """A scenario with an engine, which must be empty at the end."""
+
+    async def body():
+        async with engine(**options) as llm:
+            await scenario(llm)
+            while not llm.engine.is_idle:
+                await asyncio.sleep(0.01)
+            assert_empty(llm.engine)
+
+    asyncio.run(asyncio.wait_for(body(), 240))
+
+
+async def last(stream):
+    return [output async for output in stream][-1]
+
+
+def test_answers_are_those_of_llm():
+    params = [greedy(80), SamplingParams(temperature=0.8, seed=1, n=2, max_tokens=30, ignore_eos=True)]
+    prompts = [prompt(*case["input_ids"]) for case in CASES]
+    alone = LLM(GOLDEN / PAIR / "target", dtype="float32")
+    expected = [tokens_of([output]) for each in params for output in alone.generate(prompts, each)]
+
+    async def scenario(llm):
+        outputs = await asyncio.gather(*(last(llm.generate(p, each)) for each in params for p in prompts))
+        assert [tokens_of([output]) for output in outputs] == expected
+        assert all(output.finished for output in outputs)
+
+    run(scenario)
+
+
+def test_outputs_grow():
+    async def scenario(llm):
+        seen = [o.outputs[0].token_ids async for o in llm.generate(prompt(*CASES[0]["input_ids"]), greedy(80))]
+        assert len(seen) > 2
+        assert all(longer[: len(shorter)] == shorter for shorter, longer in pairwise(seen))
+        assert seen[-1] == CASES[0]["output_ids"]
+
+    run(scenario)
+
+
+def test_leaving_aborting_and_cancelling():
+    async def scenario(llm):
+        given = prompt(*CASES[0]["input_ids"])
+        leaving = llm.generate(given, greedy(80))
+        async for _ in leaving:
+            break
+        await leaving.aclose()
+
+        aborted = llm.generate(given, greedy(80), request_id="mine")
+        await anext(aborted)
+        await llm.abort("mine")
+        output = await last(aborted)
+        assert output.outputs[0].finish_reason == "abort"
+        assert output.outputs[0].token_ids == CASES[0]["output_ids"][: len(output.outputs[0].token_ids)]
+        await llm.abort("nobody's")
+
+        task = asyncio.create_task(last(llm.generate(given, greedy(80))))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert tokens_of([await last(llm.generate(given, greedy(80)))]) == [CASES[0]["output_ids"]]
+
+    run(scenario)
+
+
+def test_bad_requests_and_full_queues_hurt_nobody():
+    async def scenario(llm):
+        given = prompt(*CASES[0]["input_ids"])
+        running = llm.generate(given, greedy(80), request_id="first")
+        await anext(running)
+        with pytest.raises(RequestError, match="'first' is taken"):
+            await last(llm.generate(given, greedy(4), request_id="first"))
+        with pytest.raises(RequestError, match="vocabulary"):
+            await last(llm.generate(prompt(10**6), greedy(4)))
+        with pytest.raises(QueueFullError, match="max_num_queued_seqs=2"):
+            await last(llm.generate(given, greedy(4, n=3)))
+        assert (await last(running)).outputs[0].token_ids == CASES[0]["output_ids"]
+
+    run(scenario, max_num_queued_seqs=2)
+
+
+def test_a_dead_engine_says_so(monkeypatch):
+    async def scenario():
+        async with engine() as llm:
+
+            def die():
+                raise RuntimeError("power cut")
+
+            monkeypatch.setattr(llm.engine, "step", die)
+            with pytest.raises(EngineDeadError, match="power cut"):
+                await last(llm.generate(prompt(1), greedy(4)))
+            with pytest.raises(EngineDeadError, match="power cut"):
+                await last(llm.generate(prompt(1), greedy(4)))
+            assert llm.is_dead
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_closed_engine_ends_what_runs():
+    async def scenario():
+        llm = engine()
+        running = llm.generate(prompt(*CASES[0]["input_ids"]), greedy(80))
+        await anext(running)
+        llm.close()
+        with pytest.raises(EngineDeadError, match="closed"):
+            await last(running)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
