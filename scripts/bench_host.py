@@ -1,0 +1,329 @@
+"""Measure what a round costs the host: `Engine.step` with the compiled steps replaced by stubs that are ready at once.
+
+    python scripts/bench_host.py [--slots 32] [--case fixed] [--profile] [--json host.json]
+
+A model without weights to speak of, but with the layers and the vocabulary of Qwen3-8B and a drafter of sliding layers
+and a full one, runs on every slot. All that the engine does on the host is real. Instead of a step, an empty program of
+the same arguments is enqueued: that uploads what comes from the host, and costs what it costs to hand over the
+parameters of so many layers. It hands over all of them, where `draft` and `commit` leave out what they do not need.
+Nothing waits for a device. The stubs emit tokens of a real text, so that the tokenizer has something real to decode.
+
+Times are wall clock: look at the load of the machine before you believe them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import platform
+import pstats
+import shutil
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from dflash_jax import SamplingParams
+from dflash_jax.config import EngineArgs, draft_config, target_config
+from dflash_jax.engine import engine as host
+from dflash_jax.engine import round as steps
+from dflash_jax.engine.adaptive import BlockLengths
+from dflash_jax.engine.request import Request
+from dflash_jax.engine.scheduler import Scheduler
+from dflash_jax.engine.sequence import Sequence
+from dflash_jax.engine.state import Emitted, Logprobs
+from dflash_jax.frontend import EMBEDDED, load
+from dflash_jax.models.tables import checkpoint_shape, checkpoint_table
+
+ROOT = Path(__file__).resolve().parents[1]
+BAR_MS = 1.0  # a round of the plain cases, at 32 slots
+MODEL_LEN, BLOCK, WINDOW, VOCABULARY = 32_768, 16, 2048, 151_936
+ALTERNATIVES = 20  # log-probabilities that a step reports of each token, however few are wanted
+WARM_UP = 20  # rounds that are not counted
+
+DECODER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": MODEL_LEN,
+    "dtype": "bfloat16",
+}
+TARGET = DECODER | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 36,
+    "tie_word_embeddings": True,
+    "eos_token_id": [151_645, 151_643],
+}
+DRAFT = DECODER | {
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+    "use_sliding_window": True,
+    "sliding_window": WINDOW,
+    "block_size": BLOCK,
+    "num_target_layers": 36,
+    "dflash_config": {"target_layer_ids": [1, 9, 17, 25, 33], "mask_token_id": VOCABULARY - 1},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked of the engine.
+
+    Attributes:
+        drafts: `num_speculative_tokens`; None lets the engine choose.
+        context: tokens of each prompt.
+        params: of every request, beside greedy sampling and enough tokens to outlast the measurement; a sequence that
+            ends is replaced by another.
+        is_streamed: whether a snapshot is taken of whatever has changed, as `LLM.stream` does.
+    """
+
+    drafts: int | None = BLOCK - 1
+    context: int = 1024
+    params: dict[str, Any] = field(default_factory=dict)
+    is_streamed: bool = False
+
+
+CASES = {
+    "fixed": Case(),
+    "adaptive": Case(drafts=None),
+    "logprobs": Case(params={"logprobs": 5}),
+    "stop": Case(params={"stop": ["</answer>"]}),
+    "streamed": Case(is_streamed=True),
+    "turnover": Case(params={"max_tokens": 256}),
+    "wide tables": Case(params={"max_tokens": None}),
+    "long": Case(context=24_576),
+    "long streamed": Case(context=24_576, is_streamed=True),
+}
+PLAIN = ("fixed", "adaptive")
+
+
+class Clock:
+    """Seconds of each part of the work, without those of the parts inside it."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._inside = [0.0]
+
+    def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same callable, watched."""
+
+        def watched(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            self._inside.append(0.0)
+            try:
+                return call(*args, **options)
+            finally:
+                took = time.perf_counter() - began
+                self.seconds[part] += took - self._inside.pop()
+                self._inside[-1] += took
+
+        return watched
+
+
+PARTS = {  # by name: whose attribute does it
+    "admit": (Scheduler, "admit"),
+    "prefill": (host.Engine, "_enqueue_chunk"),
+    "reserve": (host.Engine, "_reserve_rounds"),
+    "choose": (BlockLengths, "choose"),
+    "tables": (host, "tables_of"),
+    "commit": (host.Engine, "_commit"),
+    "push": (host.Engine, "_push"),
+    "read": (host.Engine, "_read"),
+    "learn": (host.Engine, "_learn"),
+    "take": (host, "take_emitted"),
+    "text": (Sequence, "extend"),
+    "hash": (Scheduler, "remember"),
+    "snapshot": (Request, "output"),
+}
+DISPATCH = "dispatch"
+DEVICE = "device"  # what stands in for it: not the host's
+
+
+class Stubs:
+    """Steps of the signatures of `dflash_jax.engine.round` that take what they are given and compute nothing."""
+
+    def __init__(self, clock: Clock, text: list[int], tokens: int, rng: np.random.Generator):
+        self._text, self._tokens, self._rng = np.array(text, np.int32), tokens, rng
+        self._dispatch = clock.timed(DISPATCH, nothing)
+        self._emit = clock.timed(DEVICE, self._emitted)
+
+    def draft(self, params, slots, caches, tables, *, spec):
+        return ready(len(tables.packed), spec.block), self._dispatch((params, slots, tables), caches)
+
+    def verify(self, params, slots, caches, tables, block, *, spec, length):
+        caches = self._dispatch((params, slots, tables, block), caches)
+        return ready(len(tables.packed), length, 1), caches
+
+    def prefill(self, params, slots, caches, chunk, *, spec):
+        slots, caches = self._dispatch((params, chunk), (slots, caches))
+        rows, width = chunk.tokens.shape
+        return slots, caches, ready(rows, width, 1), ready(rows, 1, 1)
+
+    def commit(self, params, slots, controls, rows, hidden, block, sampler, allowed, *, spec, mode, with_logprobs):
+        slots, controls = self._dispatch((params, rows, hidden, block, sampler, allowed), (slots, controls))
+        return slots, controls, self._emit(*hidden.shape[:2], with_logprobs)
+
+    def _emitted(self, rows: int, length: int, with_logprobs: bool) -> Emitted:
+        """Tokens of the text in any order: new arrays each time, since an array that was read once is read for free."""
+        shape, rng = (rows, length), self._rng
+        tokens = rng.choice(self._text, shape)
+        count = np.minimum(rng.integers(1, 2 * self._tokens, rows), length).astype(np.int32)
+        logprobs = None
+        if with_logprobs:
+            top = -np.sort(rng.random((*shape, ALTERNATIVES), np.float32), axis=-1)
+            top_tokens = rng.choice(self._text, (*shape, ALTERNATIVES))
+            logprobs = Logprobs(top[..., 0], np.ones(shape, np.int32), top, top_tokens)  # type: ignore[arg-type]
+        emitted = Emitted(tokens, count, logprobs)  # type: ignore[arg-type]
+        return jax.block_until_ready(jax.device_put(emitted))
+
+
+@partial(jax.jit, donate_argnames="state", keep_unused=True)
+def nothing(given: Any, state: Any) -> Any:
+    """An empty program, which takes arrays and gives the donated ones back."""
+    return state
+
+
+@cache
+def ready(*shape: int) -> jax.Array:
+    """An array that has been computed."""
+    return jax.block_until_ready(jnp.zeros(shape, jnp.int32))
+
+
+def write_pair(folder: Path) -> tuple[Path, Path]:
+    """Folders of a target and a drafter of zeros; with the embedded tokenizer, whose tokens come first in theirs."""
+    for name, raw, read in (("target", TARGET, target_config), ("draft", DRAFT, draft_config)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(raw))
+        config = read(raw)
+        shapes = {key: checkpoint_shape(axes, config) for key, axes in checkpoint_table(config).items()}
+        zeros = {key: np.zeros(shape, np.float32) for key, shape in shapes.items()}
+        save_file(zeros, folder / name / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / "target" / name, folder / "target")
+    return folder / "target", folder / "draft"
+
+
+def measure(case: Case, pair: tuple[Path, Path], args: argparse.Namespace, profiler: cProfile.Profile | None) -> dict:
+    """Run a case; milliseconds a round, as a whole and by part."""
+    rng = np.random.default_rng(args.seed)
+    frontend, engine = load(
+        *pair,
+        EngineArgs(max_num_seqs=args.slots, num_speculative_tokens=case.drafts, kv_cache_memory_bytes=1 << 30),
+    )
+    assert frontend.tokenizer is not None
+    text = frontend.tokenizer.encode((ROOT / "LICENSE").read_text(encoding="utf-8"))
+    enough = 2 * BLOCK + int(1.2 * args.tokens * (WARM_UP + args.rounds))
+    params = SamplingParams(**{"temperature": 0, "max_tokens": enough} | case.params)
+    owner: dict[int, Request] = {}
+
+    def request() -> None:
+        request = frontend.request({"prompt_token_ids": rng.choice(text, case.context).tolist()}, params)
+        owner[id(request.sequences[0])] = request
+        engine.add(request.sequences)
+
+    def step() -> list[Sequence]:
+        changed = engine.step()
+        if case.is_streamed:
+            for sequence in changed:
+                owner[id(sequence)].output()
+        return changed
+
+    clock, rounds = Clock(), []
+    with ExitStack() as patches:
+        for part, (whose, name) in PARTS.items():
+            patches.enter_context(mock.patch.object(whose, name, clock.timed(part, getattr(whose, name))))
+        stubs = Stubs(clock, text, args.tokens, rng)
+        for name in ("draft", "verify", "commit", "prefill"):
+            patches.enter_context(mock.patch.object(steps, name, getattr(stubs, name)))
+        step = clock.timed("rest", step)
+        for _ in range(args.slots):
+            request()
+        while any(not running.is_prefilled for running in engine.scheduler.running) or engine.scheduler.waiting:
+            step()
+        for number in range(WARM_UP + args.rounds):
+            clock.seconds.clear()
+            compiles = engine.num_compiles
+            if profiler and number >= WARM_UP:
+                profiler.enable()
+            changed = step()
+            if profiler:
+                profiler.disable()
+            if number >= WARM_UP and engine.num_compiles == compiles:  # a prefill of a new shape is a new program
+                rounds.append({part: 1e3 * seconds for part, seconds in clock.seconds.items() if part != DEVICE})
+            for _ in [sequence for sequence in changed if sequence.finished]:
+                request()
+    totals = [sum(parts.values()) for parts in rounds]
+    mean = {part: sum(parts.get(part, 0.0) for parts in rounds) / len(rounds) for part in (*PARTS, DISPATCH, "rest")}
+    return {
+        "table_width": engine._table_width(engine.scheduler.running),
+        "median_ms": float(np.median(totals)),
+        "without_dispatch_ms": float(np.median([sum(parts.values()) - parts[DISPATCH] for parts in rounds])),
+        "p90_ms": float(np.percentile(totals, 90)),
+        "mean_ms_by_part": {part: ms for part, ms in sorted(mean.items(), key=lambda item: -item[1]) if ms},
+    }
+
+
+def machine() -> dict:
+    """Where this runs, and how busy it was."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line for line in lines if line.startswith("model name")), platform.machine())
+    return {
+        "cpu": f"{os.cpu_count()} x {cpu.split(':')[-1].strip()}",
+        "load": round(os.getloadavg()[0], 2),
+        "device": jax.devices()[0].device_kind,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", choices=CASES, action="append", help="may be repeated; all by default")
+    parser.add_argument("--slots", type=int, default=32, help="sequences of a round")
+    parser.add_argument("--tokens", type=int, default=5, help="that a round emits of a sequence, on average")
+    parser.add_argument("--rounds", type=int, default=300, help="that are measured")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--profile", action="store_true", help="the functions that cost most; slows all down")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    args = parser.parse_args()
+
+    report: dict[str, Any] = {"machine": machine(), "slots": args.slots, "tokens": args.tokens, "cases": {}}
+    print(*(f"{key}: {value}" for key, value in report["machine"].items()), sep=", ")
+    with tempfile.TemporaryDirectory() as folder:
+        pair = write_pair(Path(folder))
+        for name in args.case or CASES:
+            profiler = cProfile.Profile() if args.profile else None
+            result = measure(CASES[name], pair, args, profiler)
+            report["cases"][name] = asdict(CASES[name]) | result
+            bar = f" (bar at 32 slots: {BAR_MS})" if name in PLAIN else ""
+            width = f"tables of {result['table_width']} pages"
+            print(f"\n{name} ({width}): median {result['median_ms']:.3f} ms a round, p90 {result['p90_ms']:.3f}{bar}")
+            print(f"  without the dispatch: median {result['without_dispatch_ms']:.3f}")
+            print("  " + ", ".join(f"{part} {ms:.3f}" for part, ms in result["mean_ms_by_part"].items()))
+            if profiler:
+                pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
