@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.engine.adaptive import LEAD, BlockLengths
+from dflash_jax.engine.adaptive import LEAD, BlockLengths, RoundClock
 
 LENGTHS = (1, 2, 4, 8, 16)
 SLOTS = 64
@@ -227,3 +227,21 @@ def test_a_new_sequence_is_expected_to_do_as_the_others():
     assert chooser.choose(1, [1]) == LENGTHS[-1]
     chooser.forget(0)
     assert chooser.choose(1, [0]) > 1
+
+
+def test_the_clock_counts_rounds_and_nothing_else():
+    clock = RoundClock()
+
+    def reads(*times, was_ready):
+        return [clock.read(time, was_ready=was_ready) for time in times]
+
+    assert reads(0.0, 6.0, was_ready=False) == [None, None]
+    assert reads(12.0, 18.5, was_ready=False) == [6.0, 6.5]
+    # the host stalls for 100; the device has long finished two rounds, which are read one dispatch after the other
+    assert reads(118.5, 120.5, was_ready=True) == [None, None]
+    assert reads(126.5, 132.5, was_ready=False) == [None, None]
+    assert reads(138.5, was_ready=False) == [6.0]
+    # a host that is slower than the device all the time: rounds take what the host takes
+    assert reads(148.5, 158.5, 168.5, was_ready=True) == [None, None, 10.0]
+    clock.restart()
+    assert reads(200.0, was_ready=True) == [None]

@@ -32,6 +32,34 @@ PRIOR = 4  # drafts of a sequence's own that outweigh what is known of all
 HOPE = 0.8  # acceptance of a draft before any is known
 
 
+class RoundClock:
+    """What a round takes, from the times at which the host has read the tokens of rounds.
+
+    From one read to the next a round has passed while the host waits for the device at each, or at none: then the one
+    or the other takes all of the time. Where they change places, as after a stall of the host, one has caught up with
+    the other, and the time between two reads is anything: it counts again after three of a kind.
+    """
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Something else than a round came between."""
+        self._last: float | None = None
+        self._was_ready, self._of_a_kind = False, 0
+
+    def read(self, now: float, *, was_ready: bool) -> float | None:
+        """Seconds that the round took that was read just now, None if there is no telling.
+
+        Args:
+            now: seconds.
+            was_ready: whether its tokens were there before the host asked.
+        """
+        self._of_a_kind = self._of_a_kind + 1 if was_ready == self._was_ready else 1
+        last, self._last, self._was_ready = self._last, now, was_ready
+        return None if last is None or self._of_a_kind < 3 else now - last
+
+
 class RoundSeconds:
     """What rounds of one batch size cost, by block length.
 
