@@ -25,9 +25,13 @@ def claim_device_memory() -> None:
 
 
 def enable_compilation_cache() -> None:
-    """Keep compiled programs over restarts, unless JAX was already told where, or not, to keep them."""
+    """Keep compiled programs over restarts, unless JAX was already told where, or not, to keep them.
+
+    Not on CPUs: there JAX 0.10.2 has crashed the process while writing a program.
+    """
     options = jax.config.values
-    if options["jax_compilation_cache_dir"] is None and options["jax_enable_compilation_cache"]:
+    is_untold = options["jax_compilation_cache_dir"] is None and options["jax_enable_compilation_cache"]
+    if is_untold and jax.default_backend() != "cpu":
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
         # The engine has many small programs; together they take as long as the large ones.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
