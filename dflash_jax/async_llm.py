@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ from dflash_jax.engine.sequence import Sequence
 from dflash_jax.errors import EngineDeadError, RequestError
 from dflash_jax.frontend import load
 
+MOST_QUEUED = 4096  # sequences
 logger = logging.getLogger(__name__)
 
 
@@ -62,7 +64,7 @@ class AsyncLLM:
     Args:
         model: a folder, or a Hugging Face Hub id, of a Qwen3 or Llama model; None serves the embedded pair.
         draft_model: the same of its DFlash drafter; None decodes one token a pass.
-        options: see `EngineArgs`; steps are compiled at start unless told otherwise.
+        options: see `EngineArgs`; unless told otherwise, steps are compiled at start and the queue is bounded.
 
     Raises:
         ConfigError: an unknown architecture, a drafter that does not fit, or an unknown or impossible option.
@@ -70,13 +72,14 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | Path | None = None, draft_model: str | Path | None = None, **options: Any):
-        args = EngineArgs.of({"compile_at_start": True} | options)
+        args = EngineArgs.of({"compile_at_start": True, "max_num_queued_seqs": MOST_QUEUED} | options)
         self.frontend, self.engine = load(model, draft_model, args)
         self.config, self.tokenizer = self.engine.config, self.frontend.tokenizer
         self._streams: dict[str, Stream] = {}  # of the engine's thread alone, as all of the engine
         self._owner: dict[int, Stream] = {}
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
+        self._intake = ThreadPoolExecutor(1)  # one at a time: tokenizers are not for several threads
         self._cause: Exception | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="dflash-engine", daemon=True)
@@ -100,8 +103,10 @@ class AsyncLLM:
             EngineDeadError: the engine has failed for good, or is closed.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        request = self.frontend.request(prompt, params, request_id)
-        stream = Stream(request, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        # A long prompt or a grammar takes its time, which others' streams must not wait for.
+        request = await loop.run_in_executor(self._intake, self.frontend.request, prompt, params, request_id)
+        stream = Stream(request, loop)
         self._tell(lambda: self._add(stream))
         try:
             while True:
@@ -131,6 +136,7 @@ class AsyncLLM:
         self._is_closed = True
         self._wake.set()
         self._thread.join()
+        self._intake.shutdown()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
