@@ -127,6 +127,7 @@ def run(engine: Engine, batch: int, context: int, tokens: int) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--speculation", nargs="+", default=["plain", "fixed", "adaptive"], help="plain comes first")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=400, help="to decode, of which the second half is timed")
     parser.add_argument("--kv-cache-dtype", default="auto")
@@ -147,7 +148,7 @@ def main() -> None:
     dtype = jnp.dtype("bfloat16")
     models = Model(target, random_params(target, dtype, 0), None), Model(draft, random_params(draft, dtype, 1), None)
     rows = []
-    for name, drafts in (("plain", None), ("fixed", 15), ("adaptive", None)):
+    for name, drafts in ((name, 15 if name == "fixed" else None) for name in args.speculation):
         given = EngineArgs(
             max_num_seqs=max(args.batches),
             max_model_len=args.context + args.tokens + 64,
