@@ -86,6 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
         started = time.perf_counter()
         output = _print_stream(llm, prompt, params, as_text=args.prompt_token_ids is None)
         print(f"\n\n{summary(output, time.perf_counter() - started)}")
+        if output.outputs[0].error is not None:
+            raise DFlashError(output.outputs[0].error)
     except DFlashError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

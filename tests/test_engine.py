@@ -48,7 +48,7 @@ PARAMS = [
     SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=3, ignore_eos=True),
 ]
 # Examples of the state machine; DFLASH_TEST_LONG multiplies them.
-EXAMPLES = 12 * int(os.environ.get("DFLASH_TEST_LONG", "1"))
+EXAMPLES = 9 * int(os.environ.get("DFLASH_TEST_LONG", "1"))
 
 
 @pytest.fixture(scope="session")

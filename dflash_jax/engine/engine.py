@@ -7,7 +7,6 @@ The engine knows tokens, not text: what a token means to a completion is `Sequen
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections import deque
@@ -22,7 +21,7 @@ import numpy as np
 from dflash_jax.checkpoint.loader import KVScales, Params
 from dflash_jax.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_jax.engine import round as steps
-from dflash_jax.engine.adaptive import BlockLengths
+from dflash_jax.engine.adaptive import BlockLengths, RoundClock
 from dflash_jax.engine.constraints import fill_masks
 from dflash_jax.engine.controls import bits_of, controls_of, empty_controls, set_controls
 from dflash_jax.engine.inputs import SamplerRows, chunk_of, mode_of_all, slots_of, tables_of, uses_controls
@@ -105,8 +104,6 @@ class Engine:
         self._compiled_at_start = compile_counter().count
         if config.compile_at_start:
             self.compile()
-        gc.collect()
-        gc.freeze()  # what is there now stays: to look through it again and again would delay rounds
 
     def compile(self) -> None:
         """Compile every step for every shape that can come up, and start to count what is compiled after that."""
@@ -131,7 +128,7 @@ class Engine:
         self._sampler: Sampler | None = None
         self._in_flight: deque[InFlight | ScoreInFlight] = deque()
         self._follows_prefill = True
-        self._last_round_read: float | None = None
+        self._clock = RoundClock()
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue sequences, all or none.
@@ -200,7 +197,9 @@ class Engine:
 
     def _recover(self, error: Exception) -> list[Sequence]:
         """After a failed step: make the state anew, and end the sequence that has now failed alone."""
-        ran = self.scheduler.requeue() or [self.scheduler.waiting[0]]
+        ran = self.scheduler.requeue()
+        if not ran and not self._in_flight:
+            ran = list(self.scheduler.waiting)[:1]  # who could not even be admitted
         del self._caches, self._in_flight  # before there are new ones: memory may be short
         self._make_state()
         for sequence in ran:
@@ -334,8 +333,9 @@ class Engine:
             if isinstance(step, ScoreInFlight):
                 take_prompt_logprobs(step.running.sequence, jax.device_get(step.scored), step.start)
                 continue
+            was_ready = step.emitted.tokens.is_ready()  # type: ignore[attr-defined]  # jax.Array has it
             emitted = jax.device_get(step.emitted)
-            self._learn(step, emitted)
+            self._learn(step, emitted, was_ready=was_ready)
             for row, running in enumerate(step.running):
                 if running is None:
                     continue
@@ -362,15 +362,15 @@ class Engine:
         if sequence.finished:
             self.scheduler.release(running)
 
-    def _learn(self, step: InFlight, emitted: Emitted) -> None:
+    def _learn(self, step: InFlight, emitted: Emitted, *, was_ready: bool) -> None:
         """Tell the choice of block lengths what a round brought, and what it cost if nothing else ran before it."""
-        now = time.perf_counter()
-        started, self._last_round_read = self._last_round_read, now if step.length and self._in_flight else None
-        if self.lengths is None or not step.length:
-            return
-        kept = [(r.slot, int(emitted.count[i])) for i, r in enumerate(step.running) if r and not r.released]
-        seconds = now - started if step.is_timed and started is not None else None
-        self.lengths.observe(step.batch, step.length, [k for k, _ in kept], [max(n, 1) for _, n in kept], seconds)
+        if not step.is_timed or not self._in_flight:
+            self._clock.restart()
+        seconds = self._clock.read(time.perf_counter(), was_ready=was_ready)
+        if self.lengths is not None and step.length:
+            kept = [(r.slot, int(emitted.count[i])) for i, r in enumerate(step.running) if r and not r.released]
+            counts = [max(count, 1) for _, count in kept]
+            self.lengths.observe(step.batch, step.length, [slot for slot, _ in kept], counts, seconds)
 
     def _table_width(self, running: list[Running]) -> int:
         """No wider than these sequences can grow, so that a width seldom changes while they run."""

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
 from rich.progress import track
 
 from dflash_jax.checkpoint.loader import Params
@@ -109,14 +110,16 @@ def compile_steps(
     for (rows, length), (mode, with_logprobs) in product(sorted(commits), COMMIT_MODES):
         used = controls if mode in CONTROLLED_MODES else None
         words = -(-spec.target.vocab_size // 32)
-        allowed = np.zeros((rows, length, words), np.uint32) if mode == "constrained" else None
+        allowed = _zeros(rows, length, words, dtype=np.uint32) if mode == "constrained" else None
         arguments = (shared[0], slots, used, _zeros(rows), hidden(rows, length), block(rows, length), sampler, allowed)
         static = {"spec": spec, "mode": mode, "with_logprobs": with_logprobs}
         jobs.append(partial(_compile, steps.commit, *arguments, **static))
     row = jax.tree.map(lambda array: np.zeros(array.shape[1], array.dtype), controls)
     jobs.append(partial(_compile, set_controls, controls, np.int32(0), row))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in track(pool.map(lambda job: job(), jobs), "Compiling", total=len(jobs), transient=True):
+        done = pool.map(lambda job: job(), jobs)
+        console = Console(stderr=True)
+        for _ in track(done, "Compiling", len(jobs), console=console, transient=True, disable=not console.is_terminal):
             pass
     return len(jobs)
 
@@ -126,5 +129,6 @@ def _compile(step: Any, *arguments: Any, **static: Any) -> None:
     step.lower(*arguments, **static).compile()
 
 
-def _zeros(*shape: int) -> Any:
-    return np.zeros(shape, np.int32)
+def _zeros(*shape: int, dtype: type = np.int32) -> Any:
+    """An array for its shape alone, which takes no memory."""
+    return np.broadcast_to(dtype(0), shape)
