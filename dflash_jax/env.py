@@ -27,7 +27,7 @@ def claim_device_memory() -> None:
 def enable_compilation_cache() -> None:
     """Keep compiled programs over restarts, unless JAX was already told where, or not, to keep them.
 
-    Not on CPUs: there JAX 0.10.2 has crashed the process while writing a program.
+    Not on CPUs: a program kept there is for the very features of one processor, and compiling is cheap.
     """
     options = jax.config.values
     is_untold = options["jax_compilation_cache_dir"] is None and options["jax_enable_compilation_cache"]

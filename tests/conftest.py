@@ -10,6 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from pathlib import Path
 
+import jax
 import pytest
 
 DATA = Path(__file__).parent / "data"
@@ -21,3 +22,10 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """A process may hold only so many memory maps, and each program compiled for a CPU takes some: XLA crashes then."""
+    yield
+    jax.clear_caches()
