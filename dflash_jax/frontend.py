@@ -125,7 +125,7 @@ class Frontend:
                     cache_salt=self._page_salt(salt, number, params.n),
                 )
             )
-        return Request(request_id or number, text, token_ids, sequences, cache_salt=salt)
+        return Request(request_id or number, text, token_ids, sequences)
 
     def _page_salt(self, salt: str | None, number: str, n: int) -> bytes | None:
         """Who shares pages: with the prefix cache all of a salt; without it the completions of one prompt."""

@@ -119,7 +119,7 @@ def _token_ids(text: str) -> list[int]:
 def _prompt(args: argparse.Namespace, llm: LLM) -> Prompt:
     if args.prompt_token_ids is not None:
         return {"prompt_token_ids": args.prompt_token_ids}
-    return llm.chat_prompt([{"role": "user", "content": args.prompt}]) if args.chat else args.prompt
+    return llm.frontend.chat_prompt([{"role": "user", "content": args.prompt}]) if args.chat else args.prompt
 
 
 def _warm_up(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:

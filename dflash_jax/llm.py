@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dflash_jax.config import EngineArgs
-from dflash_jax.core import Prompt, RequestOutput, SamplingParams, TokensPrompt
+from dflash_jax.core import Prompt, RequestOutput, SamplingParams
 from dflash_jax.engine.request import Request, one_each
 from dflash_jax.errors import RequestError
 from dflash_jax.frontend import Message, load
@@ -98,7 +98,7 @@ class LLM:
             raise RequestError(f"messages of type {type(messages).__name__} are not a list of messages.")
         conversations: Seq[Any] = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [
-            self.chat_prompt(
+            self.frontend.chat_prompt(
                 conversation,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
@@ -107,26 +107,6 @@ class LLM:
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
-
-    def chat_prompt(
-        self,
-        messages: Seq[Message],
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> TokensPrompt:
-        """The prompt that a conversation becomes, for `generate` or `stream`.
-
-        Raises:
-            RequestError: the model has no tokenizer or no chat template, or the template refuses the messages.
-        """
-        return self.frontend.chat_prompt(
-            messages,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            chat_template_kwargs=chat_template_kwargs,
-        )
 
     def _requests(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None

@@ -23,11 +23,12 @@ import jax.numpy as jnp
 from dflash_jax.checkpoint.loader import Params
 from dflash_jax.config import DraftConfig, EngineArgs, EngineConfig, TargetConfig, draft_config, target_config
 from dflash_jax.core import CompletionOutput, SamplingParams
+from dflash_jax.engine.adaptive import BlockLengths
 from dflash_jax.engine.engine import Engine, Model
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.sharding import Mesh
 from dflash_jax.env import claim_device_memory, enable_compilation_cache
-from dflash_jax.models.tables import checkpoint_table, layout_axes, parameter_path, sizes
+from dflash_jax.models.tables import checkpoint_table, initializer, layout_axes, parameter_path, sizes
 from pallas_kernels.timing import save
 
 TARGET = {
@@ -58,7 +59,7 @@ SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 36, 
 
 
 def random_params(config: TargetConfig | DraftConfig, dtype: jnp.dtype, seed: int) -> Params:
-    """Weights of the exact shapes, N(0, 0.02), made on the device."""
+    """Random weights of the exact shapes, made on the device."""
     params: Params = {}
     letters, key = sizes(config), jax.random.key(seed)
     for i, (name, axes) in enumerate(checkpoint_table(config).items()):
@@ -67,9 +68,22 @@ def random_params(config: TargetConfig | DraftConfig, dtype: jnp.dtype, seed: in
         node = params
         for part in outer:
             node = node.setdefault(part, {})
-        noise = jax.random.normal(jax.random.fold_in(key, i), shape, dtype)
-        node[leaf] = jnp.ones(shape, dtype) if name.endswith("norm.weight") else noise * jnp.asarray(0.02, dtype)
+        node[leaf] = initializer(name)(jax.random.fold_in(key, i), shape, dtype)
     return params
+
+
+class CountedLengths(BlockLengths):
+    """Counts what it chooses."""
+
+    def __init__(self, lengths: tuple[int, ...], max_num_seqs: int):
+        super().__init__(lengths, max_num_seqs)
+        self.chosen: Counter[int] = Counter()
+
+    def choose(self, rows: int, slots: Seq[int]) -> int:
+        """As usual."""
+        length = super().choose(rows, slots)
+        self.chosen[length] += 1
+        return length
 
 
 def run(engine: Engine, batch: int, context: int, tokens: int) -> dict[str, Any]:
@@ -89,17 +103,7 @@ def run(engine: Engine, batch: int, context: int, tokens: int) -> dict[str, Any]
         for _ in range(batch)
     ]
     engine.add(sequences)
-    chosen: Counter[int] = Counter()
     lengths = engine.lengths
-    if lengths is not None:
-        choose = type(lengths).choose
-
-        def choose_and_count(rows: int, slots: Seq[int]) -> int:
-            length = choose(lengths, rows, slots)
-            chosen[length] += half is not None
-            return length
-
-        lengths.choose = choose_and_count  # type: ignore[method-assign]
     half = None
     intervals, last, emitted = [], 0.0, 0
     while not engine.is_idle:
@@ -109,6 +113,8 @@ def run(engine: Engine, batch: int, context: int, tokens: int) -> dict[str, Any]
         if min(len(s.output.token_ids) for s in sequences) >= tokens // 2 and not any(s.finished for s in sequences):
             if half is None:
                 half = now, emitted
+                if isinstance(lengths, CountedLengths):
+                    lengths.chosen.clear()
             elif emitted > before:
                 intervals.append(now - last)
             end = now, emitted
@@ -119,7 +125,7 @@ def run(engine: Engine, batch: int, context: int, tokens: int) -> dict[str, Any]
         "tokens_per_s": (end[1] - half[1]) / (end[0] - half[0]),
         "step_ms": 1e3 * statistics.median(intervals),
         "acceptance_length": sum(accepted) / len(accepted),
-        "rounds_by_length": dict(sorted(chosen.items())),
+        "rounds_by_length": dict(sorted(lengths.chosen.items())) if isinstance(lengths, CountedLengths) else {},
         "estimated_ms_by_length": [] if lengths is None else lengths.milliseconds(batch),
     }
 
@@ -160,6 +166,8 @@ def main() -> None:
         started = time.perf_counter()
         engine = Engine(models[0], None if name == "plain" else models[1], mesh=Mesh.of(1), config=config)
         seconds = time.perf_counter() - started
+        if engine.lengths is not None:
+            engine.lengths = CountedLengths(engine.shapes.lengths, config.max_num_seqs)
         for batch in args.batches:
             found = run(engine, batch, args.context, args.tokens)
             rows.append(

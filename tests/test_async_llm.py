@@ -75,11 +75,12 @@ def test_leaving_aborting_and_cancelling():
         assert output.outputs[0].token_ids == CASES[0]["output_ids"][: len(output.outputs[0].token_ids)]
         await llm.abort("nobody's")
 
-        task = asyncio.create_task(last(llm.generate(given, greedy(80))))
-        await asyncio.sleep(0.05)
-        task.cancel()
+        async def cancelled_midway():
+            async for _ in llm.generate(given, greedy(80)):
+                asyncio.current_task().cancel()
+
         with pytest.raises(asyncio.CancelledError):
-            await task
+            await asyncio.create_task(cancelled_midway())
         assert tokens_of([await last(llm.generate(given, greedy(80)))]) == [CASES[0]["output_ids"]]
 
     run(scenario)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.core import MOST_LOGPROBS, SamplingParams, StructuredOutputsParams
-from dflash_jax.engine.request import Request, cache_salt_of, check_params, tokenize
+from dflash_jax.engine.request import cache_salt_of, check_params, tokenize
 from dflash_jax.errors import RequestError
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"type": "string"}}}
@@ -193,4 +193,3 @@ def test_cache_salt():
             cache_salt_of({"prompt": "text", "cache_salt": bad})
     ids = {"prompt_token_ids": np.array([1, 2]), "cache_salt": "t"}
     assert tokenize(ids, None, vocab_size=10) == (None, [1, 2])
-    assert Request("0", None, [1], [], cache_salt="t").cache_salt == "t"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,9 +126,10 @@ def controls_of(sequence: Sequence, vocab_size: int) -> Controls:
         bias[~marked(params.allowed_token_ids)] = -np.inf
     for token, value in dict(params.logit_bias).items():
         bias[token] += value
-    return Controls(
-        counts=np.bincount(sequence.output.token_ids, minlength=vocab_size).astype(np.int32),  # type: ignore[arg-type]
-        prompted=marked(sequence.prompt_token_ids),  # type: ignore[arg-type]
-        stops=marked(sequence.stop_ids),  # type: ignore[arg-type]
-        bias=bias,  # type: ignore[arg-type]
-    )
+    rows: dict[str, Any] = {
+        "counts": np.bincount(sequence.output.token_ids, minlength=vocab_size).astype(np.int32),
+        "prompted": marked(sequence.prompt_token_ids),
+        "stops": marked(sequence.stop_ids),
+        "bias": bias,
+    }
+    return Controls(**rows)

@@ -112,4 +112,11 @@ def chunk_of(pending: list[Running], rows: int, width: int, tables: Tables) -> C
         before = running.sequence.output.token_ids  # of a preempted sequence
         length[row], emitted[row] = len(running.text), len(before)
         anchor[row] = before[-1] if before else -1
-    return Chunk(tokens, positions, length, emitted, anchor, tables)  # type: ignore[arg-type]
+    columns: dict[str, Any] = {
+        "tokens": tokens,
+        "positions": positions,
+        "length": length,
+        "emitted": emitted,
+        "anchor": anchor,
+    }
+    return Chunk(**columns, tables=tables)

@@ -32,6 +32,7 @@ from dflash_jax.engine.state import (
     StepSpec,
     Tables,
     pools_of,
+    rows_of,
 )
 from dflash_jax.models.dflash import DraftModel
 from dflash_jax.models.layers import KVCache
@@ -55,7 +56,7 @@ def draft(
     """
     target, drafter = bind(params, spec)
     assert drafter is not None
-    own = slots.of(tables.rows)
+    own = rows_of(slots, tables.rows)
     positions = block_positions(slots, tables, spec.block)
     drafts, after = draft_block(target, drafter, own, positions, tables.over_draft(cache))
     block = jnp.concatenate([own.anchor[:, None], drafts], axis=1)
@@ -82,7 +83,7 @@ def verify(
         The target's final hidden states, and the caches.
     """
     models, caches = bind(params, spec), caches.through(tables)
-    tokens = slots.of(tables.rows).anchor[:, None] if block is None else block[:, :length]
+    tokens = rows_of(slots.anchor, tables.rows)[:, None] if block is None else block[:, :length]
     hidden, caches = extend(models, tokens, block_positions(slots, tables, length), caches, spec)
     return spec.replicate(hidden), caches.pools()
 
@@ -121,13 +122,13 @@ def commit(
         Slots and controls after the step, and what it emitted: from 1 to T tokens a sequence.
     """
     target = bind_target(params, spec)
-    own, own_sampler = slots.of(rows), sampler.of(rows)
+    own, own_sampler = rows_of((slots, sampler), rows)
     length = hidden.shape[1]
     drafts = jnp.zeros((len(rows), 0), jnp.int32) if block is None else block[:, 1:length]
     logits = target.logits(hidden)
     processed = logits
     if controls is not None:
-        processed = process(logits, drafts, own.emitted, own_sampler, controls.of(rows), allowed)
+        processed = process(logits, drafts, own.emitted, own_sampler, rows_of(controls, rows), allowed)
     positions = own.length[:, None] + 1 + jnp.arange(length)
     tokens = sample(processed, positions, own_sampler, mode)
     count = accepted(tokens, drafts) + 1
@@ -194,7 +195,7 @@ def bind_target(params: Params, spec: StepSpec) -> TargetModel:
 def block_positions(slots: Slots, tables: Tables, length: int) -> Int[Array, "B T"]:
     """Positions of the next `length` tokens of each sequence, -1 in rows of padding."""
     takes_part = tables.rows < len(slots.length)
-    positions = slots.of(tables.rows).length[:, None] + jnp.arange(length)
+    positions = rows_of(slots.length, tables.rows)[:, None] + jnp.arange(length)
     return jnp.where(takes_part[:, None], positions, -1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,11 @@ class StepSpec:
         return () if self.draft is None else self.draft.target_layer_ids
 
 
+def rows_of(tree: Tree, rows: Int[Array, " B"]) -> Tree:
+    """What arrays over all slots hold of some; a row beyond the last slot gets anything."""
+    return jax.tree.map(lambda whole: whole.at[rows].get(mode="clip"), tree)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampler:
@@ -65,10 +70,6 @@ class Sampler:
     repetition_penalty: Float[Array, " Q"]
     min_tokens: Int[Array, " Q"]
     has_bias: Bool[Array, " Q"]
-
-    def of(self, rows: Int[Array, " B"]) -> Sampler:
-        """The parameters of some slots; a row beyond the last slot gets anything."""
-        return jax.tree.map(lambda whole: whole.at[rows].get(mode="clip"), self)
 
 
 @jax.tree_util.register_dataclass
@@ -90,10 +91,6 @@ class Controls:
     stops: Bool[Array, "Q V"]
     bias: Float[Array, "Q V"]
 
-    def of(self, rows: Int[Array, " B"]) -> Controls:
-        """The controls of some slots; a row beyond the last slot gets anything."""
-        return jax.tree.map(lambda whole: whole.at[rows].get(mode="clip"), self)
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -109,10 +106,6 @@ class Slots:
     anchor: Int[Array, " Q"]
     length: Int[Array, " Q"]
     emitted: Int[Array, " Q"]
-
-    def of(self, rows: Int[Array, " B"]) -> Slots:
-        """The state of some slots; a row beyond the last slot gets anything."""
-        return jax.tree.map(lambda whole: whole.at[rows].get(mode="clip"), self)
 
     def put(self, rows: Int[Array, " B"], own: Slots) -> Slots:
         """With the state of some slots replaced; rows beyond the last slot are dropped."""
@@ -135,8 +128,8 @@ class Tables:
     @staticmethod
     def pack(rows: np.ndarray, sliding_from: np.ndarray, full: np.ndarray, sliding: np.ndarray) -> Tables:
         """From host arrays [B], [B], [B, M] and [B, M]."""
-        columns = [rows[:, None], sliding_from[:, None], full, sliding]
-        return Tables(np.concatenate(columns, axis=1, dtype=np.int32))  # type: ignore[arg-type]
+        packed: Any = np.concatenate([rows[:, None], sliding_from[:, None], full, sliding], axis=1, dtype=np.int32)
+        return Tables(packed)
 
     def over_target(self, cache: PagedKVCache) -> PagedKVCache:
         """The target's cache seen through these tables."""

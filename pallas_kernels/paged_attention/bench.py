@@ -80,7 +80,10 @@ def operands(data: Case) -> tuple[Any, ...]:
     def pool(key: jax.Array, pages: int) -> jax.Array:  # a slice at a time: the random bits of 24 GiB need not fit
         keys = jax.random.split(key, 16)
         part = (-(-pages // 16), K, PAGE, H)
-        make = lambda key: jax.random.normal(key, part, jnp.bfloat16).astype(DTYPES[data.dtype])  # noqa: E731
+
+        def make(key: jax.Array) -> jax.Array:
+            return jax.random.normal(key, part, jnp.bfloat16).astype(DTYPES[data.dtype])
+
         return jax.lax.map(make, keys).reshape(-1, K, PAGE, H)
 
     M = data.context // PAGE
@@ -153,7 +156,10 @@ def measure(case: Case, compiled: Any, copy: float) -> dict[str, Any]:
 def cases(args: argparse.Namespace) -> list[Case]:
     every = itertools.product(args.models, args.batches, args.tokens, args.contexts, args.dtypes, args.masks)
     named = [Case(m, b, t, c, d, mask, i) for m, b, t, c, d, mask in every for i in args.implementations]
-    largest = lambda case: 2 * case.batch * case.context * MODELS[case.model][1] * MODELS[case.model][2]  # noqa: E731
+
+    def largest(case: Case) -> int:
+        return 2 * case.batch * case.context * MODELS[case.model][1] * MODELS[case.model][2]
+
     return [c for c in named if largest(c) <= MOST and not (c.mask == "block" and c.tokens == 1)]
 
 

@@ -33,7 +33,10 @@ def step(pools, q, k, v, slots, page_table, kv_length, *, attention, write, inte
 
 def operands(dtype):
     rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), BF16)  # noqa: E731
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), BF16)
+
     pools = [tuple(normal(P, K, S, H).astype(dtype) for _ in "kv") for _ in range(LAYERS)]
     page_table = jnp.asarray(rng.permutation(P)[: B * M].reshape(B, M), jnp.int32)
     kv_length = jnp.array([100, 70], jnp.int32)
