@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +15,8 @@ from typing import Any
 from dflash_jax.config import EngineArgs
 from dflash_jax.core import Prompt, RequestOutput, SamplingParams
 from dflash_jax.engine.request import Request
-from dflash_jax.engine.sequence import Sequence
-from dflash_jax.errors import EngineDeadError, RequestError
+from dflash_jax.engine.thread import EngineThread
+from dflash_jax.errors import EngineDeadError
 from dflash_jax.frontend import load
 
 MOST_QUEUED = 4096  # sequences
@@ -31,7 +30,7 @@ class Stream:
     An output holds all that has come so far, so only the newest is kept: a slow reader skips some, and loses nothing.
     """
 
-    request: Request
+    request_id: str
     loop: asyncio.AbstractEventLoop
     news: asyncio.Event = field(default_factory=asyncio.Event)
     newest: RequestOutput | Exception | None = None
@@ -46,7 +45,7 @@ class Stream:
         try:
             self.loop.call_soon_threadsafe(deliver)
         except RuntimeError:  # the caller's loop is closed: nobody listens
-            logger.debug("request %s: its event loop is closed", self.request.request_id)
+            logger.debug("request %s: its event loop is closed", self.request_id)
 
     async def get(self) -> RequestOutput:
         """The newest output that has not been read."""
@@ -75,15 +74,8 @@ class AsyncLLM:
         args = EngineArgs.of({"compile_at_start": True, "max_num_queued_seqs": MOST_QUEUED} | options)
         self.frontend, self.engine = load(model, draft_model, args)
         self.config, self.tokenizer = self.engine.config, self.frontend.tokenizer
-        self._streams: dict[str, Stream] = {}  # of the engine's thread alone, as all of the engine
-        self._owner: dict[int, Stream] = {}
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = threading.Event()
+        self._thread = EngineThread(self.engine)
         self._intake = ThreadPoolExecutor(1)  # one at a time: tokenizers are not for several threads
-        self._cause: Exception | None = None
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="dflash-engine", daemon=True)
-        self._thread.start()
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
@@ -106,8 +98,8 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         # A long prompt or a grammar takes its time, which others' streams must not wait for.
         request = await loop.run_in_executor(self._intake, self.frontend.request, prompt, params, request_id)
-        stream = Stream(request, loop)
-        self._tell(lambda: self._add(stream))
+        stream = Stream(request.request_id, loop)
+        self._thread.add(request, lambda news: stream.put(news.output() if isinstance(news, Request) else news))
         try:
             while True:
                 output = await stream.get()
@@ -116,11 +108,12 @@ class AsyncLLM:
                     break
         finally:
             if not request.finished:
-                self._tell(lambda: self._abort(stream))
+                with suppress(EngineDeadError):
+                    self._thread.abort_request(request)
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its stream ends with what it has, finish_reason "abort". Others are ignored."""
-        self._tell(lambda: self._abort(self._streams.get(request_id)))
+        self._thread.abort(request_id)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generation_config.json` recommends, as vLLM reads it."""
@@ -129,13 +122,11 @@ class AsyncLLM:
     @property
     def is_dead(self) -> bool:
         """Whether no request can be served any more."""
-        return self._is_closed or self._cause is not None
+        return self._thread.is_dead
 
     def close(self) -> None:
         """Abort what runs and end the engine's thread."""
-        self._is_closed = True
-        self._wake.set()
-        self._thread.join()
+        self._thread.close()
         self._intake.shutdown()
 
     async def __aenter__(self) -> AsyncLLM:
@@ -145,56 +136,3 @@ class AsyncLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.to_thread(self.close)
-
-    def _tell(self, command: Callable[[], None]) -> None:
-        """Let the engine's thread do something between two steps."""
-        if self.is_dead:
-            raise EngineDeadError(f"the engine has stopped ({self._cause or 'closed'}); start it again.")
-        self._inbox.append(command)
-        self._wake.set()
-
-    def _run(self) -> None:
-        """The engine's thread."""
-        try:
-            while not self._is_closed:
-                if self.engine.is_idle:
-                    self._wake.wait()
-                self._wake.clear()
-                while self._inbox:
-                    self._inbox.popleft()()
-                if not self.engine.is_idle:
-                    self._publish(self.engine.step())
-        except Exception as error:
-            logger.exception("the engine has failed")
-            self._cause = error
-        finally:
-            reason = f"the engine has stopped ({self._cause or 'closed'}); start it again."
-            for stream in self._streams.values():
-                stream.put(EngineDeadError(reason))
-
-    def _add(self, stream: Stream) -> None:
-        request = stream.request
-        if request.request_id in self._streams:
-            stream.put(RequestError(f"request_id={request.request_id!r} is taken by a running request; give another."))
-            return
-        try:
-            self.engine.add(request.sequences)
-        except Exception as error:  # the queue is full
-            stream.put(error)
-            return
-        self._streams[request.request_id] = stream
-        self._owner |= {id(sequence): stream for sequence in request.sequences}
-
-    def _abort(self, stream: Stream | None) -> None:
-        if stream is not None and self._streams.get(stream.request.request_id) is stream:
-            for sequence in stream.request.sequences:
-                self.engine.abort(sequence)
-            self._publish(stream.request.sequences)
-
-    def _publish(self, changed: list[Sequence]) -> None:
-        for stream in {self._owner[id(sequence)]: None for sequence in changed if id(sequence) in self._owner}:
-            stream.put(stream.request.output())
-            if stream.request.finished:
-                del self._streams[stream.request.request_id]
-                for sequence in stream.request.sequences:
-                    del self._owner[id(sequence)]

@@ -104,6 +104,7 @@ class SamplingParams:
         logprobs: log-probabilities of each emitted token and of this many likeliest alternatives, at most 20.
         prompt_logprobs: the same of each token of the prompt but the first.
         skip_special_tokens: leave special tokens out of the text.
+        speculation: False decodes without the drafter, one token a round; beside requests that use it, it rides along.
 
     Raises:
         RequestError: a value is outside its range.
@@ -131,6 +132,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    speculation: bool = True
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words"):
@@ -187,12 +189,16 @@ class RequestMetrics:
     Attributes:
         acceptance_lengths: tokens emitted by each round, bonus included; completions one after another. The
             first token of a completion comes from prefill and belongs to no round.
+        draft_lengths: drafts verified by each of these rounds; 0 where a round decoded without the drafter.
+        queue_time: seconds from the call to the start of the prefill; None while it waits.
         first_token_time: seconds from the call to the first token of the request.
         finished_time: seconds from the call to its last token.
         num_cached_tokens: tokens of the prompt that came from the prefix cache.
     """
 
     acceptance_lengths: list[int] = field(default_factory=list)
+    draft_lengths: list[int] = field(default_factory=list)
+    queue_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_cached_tokens: int = 0
@@ -218,6 +224,41 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The state of an engine between two steps; numbers of events count from its start.
+
+    Attributes:
+        num_running: sequences that hold a slot.
+        num_waiting: sequences that wait for one.
+        kv_cache_usage: share of the KV cache's pages that sequences hold, in [0, 1].
+        num_prefix_queries: tokens of prompts that were looked up in the prefix cache.
+        num_prefix_hits: those of them that it had.
+        num_preemptions: times that a sequence gave its pages back and was computed again.
+        num_compiles: programs compiled since the engine was ready.
+        num_prompt_tokens: of the requests that were admitted.
+        num_generation_tokens: emitted.
+        num_drafts: rounds, each counted once for every sequence in it, that verified drafts.
+        num_draft_tokens: drafts that they verified.
+        num_accepted_tokens: drafts that became tokens.
+        num_accepted_tokens_per_pos: the same for each position in the block, the first draft's first.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_preemptions: int = 0
+    num_compiles: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
 
 
 def is_int(value: object) -> TypeGuard[int]:
@@ -256,10 +297,10 @@ def _schema_text(schema: object) -> str:
     raise RequestError(f"structured_outputs.json of type {type(parsed).__name__} is no schema; give an object.")
 
 
-def _bias_pairs(bias: object) -> tuple[tuple[Any, Any], ...]:
+def _bias_pairs(bias: Any) -> tuple[tuple[Any, Any], ...]:
     """Token ids and biases in the order of the ids, of a mapping or of pairs; strings of digits become ids."""
     try:
-        listed: dict = dict(bias or ())  # type: ignore[call-overload]
+        listed = dict(bias or ())
         pairs = {int(k) if isinstance(k, str) and k.isdecimal() else k: listed[k] for k in listed}
         return tuple(sorted(pairs.items()))
     except (TypeError, ValueError) as error:
@@ -326,6 +367,7 @@ _SAMPLING = {
     "logprobs": _optional(_integer(0, MOST_LOGPROBS)),
     "prompt_logprobs": _optional(_integer(0, MOST_LOGPROBS)),
     "skip_special_tokens": _BOOLEAN,
+    "speculation": _BOOLEAN,
 }
 _STRUCTURES = {
     "regex": _optional(_Allowed("a non-empty string", _is_text)),

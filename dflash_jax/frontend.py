@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from dflash_jax.config import (
     read_json,
     target_config,
 )
-from dflash_jax.core import SEED_LIMIT, CompletionOutput, Prompt, SamplingParams, TokensPrompt, is_int
+from dflash_jax.core import SEED_LIMIT, CompletionOutput, Prompt, SamplingParams, is_int
 from dflash_jax.engine.constraints import Constraints
 from dflash_jax.engine.engine import Engine, Model
 from dflash_jax.engine.memory import explain_out_of_memory
@@ -33,64 +32,28 @@ from dflash_jax.engine.request import Request, cache_salt_of, check_params, toke
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.sharding import Mesh
 from dflash_jax.env import claim_device_memory, enable_compilation_cache
-from dflash_jax.errors import ConfigError, RequestError
+from dflash_jax.errors import ConfigError
+from dflash_jax.renderer import Renderer
 
 EMBEDDED = Path(__file__).parent / "embedded"
-Message = Mapping[str, Any]
 
 
-class Frontend:
+class Frontend(Renderer):
     """What stands between users and an engine: everything that knows text.
 
     Attributes:
-        tokenizer: None where the model folder has none.
-        generation_config: of `generation_config.json`.
         eos_token_ids: every token that ends a text.
     """
 
     def __init__(self, folder: Path, target: TargetConfig, config: EngineConfig, *, seed: int | None):
+        super().__init__(folder)
         self.config, self.vocab_size = config, target.vocab_size
-        self.tokenizer = Tokenizer.of(folder)
-        path = folder / "generation_config.json"
-        self.generation_config: dict[str, Any] = read_json(path) if path.exists() else {}
         self.eos_token_ids = _eos_token_ids(self.generation_config, target, self.tokenizer)
         self._constraints = (
             Constraints(self.tokenizer, target.vocab_size, self.eos_token_ids) if self.tokenizer else None
         )
         self._seeds = random.Random(seed)
         self._request_ids = count()
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What `generation_config.json` recommends, as vLLM reads it."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        chosen = {n: self.generation_config[n] for n in names if self.generation_config.get(n) is not None}
-        try:
-            return SamplingParams(**chosen)
-        except RequestError as error:
-            raise ConfigError(f"generation_config.json: {error}") from error
-
-    def chat_prompt(
-        self,
-        messages: Seq[Message],
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> TokensPrompt:
-        """The prompt that a conversation becomes.
-
-        Raises:
-            RequestError: the model has no tokenizer or no chat template, or the template refuses the messages.
-        """
-        if self.tokenizer is None:
-            raise RequestError("a chat needs a tokenizer and the model folder has none; use generate() with token ids.")
-        token_ids = self.tokenizer.chat(
-            messages,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            options=chat_template_kwargs,
-        )
-        return {"prompt_token_ids": token_ids}
 
     def request(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> Request:
         """A checked request, ready for the engine.
@@ -134,6 +97,17 @@ class Frontend:
         return None if n == 1 else number.encode()
 
 
+def resolve_folders(model: str | Path | None, draft_model: str | Path | None) -> tuple[Path, Path | None]:
+    """The folders of target and drafter; without a model, the embedded pair's.
+
+    Raises:
+        CheckpointError: one is neither a folder nor a repository that can be reached.
+    """
+    if model is None:
+        model, draft_model = EMBEDDED / "target", draft_model or EMBEDDED / "draft"
+    return resolve_folder(model), None if draft_model is None else resolve_folder(draft_model)
+
+
 def load(model: str | Path | None, draft_model: str | Path | None, args: EngineArgs) -> tuple[Frontend, Engine]:
     """Load a model and its drafter.
 
@@ -143,10 +117,7 @@ def load(model: str | Path | None, draft_model: str | Path | None, args: EngineA
     """
     if args.seed is not None and not is_int(args.seed):
         raise ConfigError(f"seed={args.seed!r} must be an integer.")
-    if model is None:
-        model, draft_model = EMBEDDED / "target", draft_model or EMBEDDED / "draft"
-    folder = resolve_folder(model)
-    draft_folder = None if draft_model is None else resolve_folder(draft_model)
+    folder, draft_folder = resolve_folders(model, draft_model)
     target, draft = _read_configs(folder, draft_folder)
     config = EngineConfig.of(args, target, draft)
     frontend = Frontend(folder, target, config, seed=args.seed)

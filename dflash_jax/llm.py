@@ -13,7 +13,8 @@ from dflash_jax.config import EngineArgs
 from dflash_jax.core import Prompt, RequestOutput, SamplingParams
 from dflash_jax.engine.request import Request, one_each
 from dflash_jax.errors import RequestError
-from dflash_jax.frontend import Message, load
+from dflash_jax.frontend import load
+from dflash_jax.renderer import Message
 
 
 class LLM:

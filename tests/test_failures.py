@@ -106,7 +106,7 @@ def test_what_fails_on_the_host_is_one_sequences_affair(monkeypatch):
     def failing(sequence, *arguments, **options):
         if sequence.prompt_token_ids == CASES[2]["input_ids"] and len(sequence.output.token_ids) > 20:
             raise ValueError("no such character")
-        take(sequence, *arguments, **options)
+        return take(sequence, *arguments, **options)
 
     monkeypatch.setattr(engine_module, "take_emitted", failing)
     outputs = run(golden_llm(PAIR, max_num_seqs=4), [prompt(*case["input_ids"]) for case in CASES], greedy(80))

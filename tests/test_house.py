@@ -21,10 +21,12 @@ ARROWS = {
     "cache": {"config", "errors", "pallas_kernels"},
     "checkpoint": {"models", "config", "core", "errors"},
     "engine": {"cache", "checkpoint", "models", "config", "core", "errors", "pallas_kernels"},
-    "frontend": {"engine", "checkpoint", "config", "core", "env", "errors"},
-    "serve": {"async_llm", "llm", "frontend", "engine", "checkpoint", "config", "core", "env", "errors"},
+    "renderer": {"checkpoint", "config", "core", "errors"},
+    "frontend": {"renderer", "engine", "checkpoint", "config", "core", "env", "errors"},
+    "serve": {"frontend", "renderer", "engine", "checkpoint", "config", "core", "env", "errors"},
+    "bench": {"llm", "config", "core", "errors"},
     "async_llm": {"frontend", "engine", "config", "core", "errors"},
-    "llm": {"frontend", "engine", "config", "core", "errors"},
+    "llm": {"frontend", "renderer", "engine", "config", "core", "errors"},
     "generate": {"llm", "config", "core", "errors"},
 }
 

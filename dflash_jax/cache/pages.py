@@ -62,6 +62,11 @@ class PagePool:
             self._page_of[page_hash] = page
             self._hash_of[page] = page_hash
 
+    def forget_all(self) -> None:
+        """Let nobody take up any page that is known now."""
+        self._page_of.clear()
+        self._hash_of.clear()
+
     def forget(self, pages: Iterable[int]) -> None:
         """Let nobody share these pages from now on."""
         for page in pages:

@@ -56,11 +56,17 @@ class Tokenizer:
         """The end-of-sequence token."""
         return self.hf.eos_token_id
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the model expects around it."""
-        return self._encode(text, add_special_tokens=True)
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the folder says what a conversation looks like."""
+        return bool(self.hf.chat_template)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that the model expects around it.
+
+        Raises:
+            RequestError: the text is not valid Unicode.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:  # half a surrogate pair, or a command line that is no UTF-8
@@ -78,23 +84,23 @@ class Tokenizer:
             text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
-    def chat(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation.
+    ) -> str:
+        """The text that a conversation becomes; it holds its special tokens.
 
         Raises:
             RequestError: there is no chat template, or it refuses the messages.
         """
-        if chat_template is None and not self.hf.chat_template:
+        if chat_template is None and not self.has_chat_template:
             raise RequestError("this model has no chat template; use generate(), or pass chat_template=.")
         try:
-            text = self.hf.apply_chat_template(
+            text: str = self.hf.apply_chat_template(
                 [dict(message) for message in messages],
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
@@ -105,7 +111,7 @@ class Tokenizer:
             raise RequestError(
                 f"the chat template refused the messages ({error}); check roles and contents."
             ) from error
-        return self._encode(text, add_special_tokens=False)
+        return text
 
 
 class Detokenizer:

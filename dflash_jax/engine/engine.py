@@ -20,13 +20,14 @@ import numpy as np
 
 from dflash_jax.checkpoint.loader import KVScales, Params
 from dflash_jax.config import DraftConfig, EngineConfig, TargetConfig
+from dflash_jax.core import EngineStats
 from dflash_jax.engine import round as steps
 from dflash_jax.engine.adaptive import BlockLengths, RoundClock
 from dflash_jax.engine.constraints import fill_masks
 from dflash_jax.engine.controls import bits_of, controls_of, empty_controls, set_controls
 from dflash_jax.engine.inputs import SamplerRows, chunk_of, mode_of_all, slots_of, tables_of, uses_controls
 from dflash_jax.engine.memory import log_capacity, make_caches, plan_layout
-from dflash_jax.engine.outputs import take_emitted, take_prompt_logprobs
+from dflash_jax.engine.outputs import EmissionCounts, take_emitted, take_prompt_logprobs
 from dflash_jax.engine.scheduler import Running, Scheduler
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.shapes import Shapes
@@ -100,6 +101,7 @@ class Engine:
         )
         self.scheduler = Scheduler(self.layout, config.max_num_seqs)
         self.lengths = BlockLengths(self.shapes.lengths, config.max_num_seqs) if config.adaptive_speculation else None
+        self._emissions = EmissionCounts()
         self._make_state()
         self._compiled_at_start = compile_counter().count
         if config.compile_at_start:
@@ -165,6 +167,27 @@ class Engine:
         """Whether nothing waits, runs or is in flight."""
         return not (self.scheduler.waiting or self.scheduler.running or self._in_flight)
 
+    @property
+    def stats(self) -> EngineStats:
+        """What it is at, and what has happened."""
+        scheduler, emissions = self.scheduler, self._emissions
+        accepted = emissions.num_accepted_tokens_per_pos
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_cache_usage=1 - scheduler.full.num_free / scheduler.full.num_pages,
+            num_prefix_queries=scheduler.num_prefix_queries,
+            num_prefix_hits=scheduler.num_prefix_hits,
+            num_preemptions=scheduler.num_preemptions,
+            num_compiles=self.num_compiles,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_generation_tokens=emissions.num_tokens,
+            num_drafts=sum(emissions.rounds_by_accepted),
+            num_draft_tokens=emissions.num_draft_tokens,
+            num_accepted_tokens=sum(accepted),
+            num_accepted_tokens_per_pos=accepted,
+        )
+
     def step(self) -> list[Sequence]:
         """Enqueue a chunk of prompts and a round, then read all but that round; returns what changed.
 
@@ -181,7 +204,9 @@ class Engine:
         return changed
 
     def _step(self) -> list[Sequence]:
+        now = time.perf_counter()
         for running in self.scheduler.admit():
+            running.sequence.started = running.sequence.started or now
             self._sampler_rows.put(running.slot, running.sequence)
             self._sampler = None
             if uses_controls(running.sequence):
@@ -257,7 +282,7 @@ class Engine:
     def _enqueue_round(self, rounds: list[Running]) -> list[Sequence]:
         """Draft, verify and commit; returns the sequences that changed on the way."""
         rows = self.shapes.batch(len(rounds))
-        length = self.lengths.choose(rows, [r.slot for r in rounds]) if self.lengths else self.spec.block
+        length = self._round_length(rounds, rows)
         tables = tables_of(self.scheduler, rounds, rows, self._table_width(rounds))
         block = None
         if length > 1:
@@ -276,6 +301,12 @@ class Engine:
         self._push(InFlight(rounds, emitted, length, rows, is_timed=not self._follows_prefill))
         self._follows_prefill = False
         return changed
+
+    def _round_length(self, rounds: list[Running], rows: int) -> int:
+        """How many tokens a round verifies; the choice changes no output."""
+        if not any(r.sequence.params.speculation for r in rounds):
+            return 1
+        return self.lengths.choose(rows, [r.slot for r in rounds]) if self.lengths else self.spec.block
 
     def _commit(self, running: Seq[Running | None], rows: int, hidden: jax.Array, block: jax.Array | None) -> Emitted:
         """Sample and emit tokens behind `hidden` [B, T, D]; rows without a sequence take no part."""
@@ -341,11 +372,11 @@ class Engine:
                     continue
                 running.in_flight -= step.length > 0
                 if not running.released:
-                    self._take(running, emitted, row, is_round=step.length > 0)
+                    self._take(running, emitted, row, length=step.length)
                     changed[id(running.sequence)] = running.sequence
         return list(changed.values())
 
-    def _take(self, running: Running, emitted: Emitted, row: int, *, is_round: bool) -> None:
+    def _take(self, running: Running, emitted: Emitted, row: int, *, length: int) -> None:
         """Hand one sequence what a step emitted for it; what goes wrong here is its own affair."""
         sequence = running.sequence
         if emitted.count[row] < 0:
@@ -353,12 +384,12 @@ class Engine:
             sequence.fail("the target's logits are not numbers (NaN); check the checkpoint and its dtype.")
         else:
             try:
-                take_emitted(sequence, emitted, row, is_round=is_round)
+                self._emissions.observe(length, take_emitted(sequence, emitted, row, length=length))
                 self.scheduler.remember(running)
             except Exception as error:
                 logger.exception("a sequence failed")
                 sequence.fail(f"{type(error).__name__}: {error}")
-        sequence.suspect &= not is_round
+        sequence.suspect &= length == 0
         if sequence.finished:
             self.scheduler.release(running)
 

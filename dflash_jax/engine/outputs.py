@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from itertools import accumulate
+
 from dflash_jax.core import Logprob
 from dflash_jax.engine.sequence import Sequence, TokenLogprobs
 from dflash_jax.engine.state import Emitted, Logprobs
 
 
-def take_emitted(sequence: Sequence, emitted: Emitted, row: int, *, is_round: bool) -> None:
-    """Hand a running sequence the tokens that a step emitted for it."""
+@dataclass
+class EmissionCounts:
+    """What steps have emitted since the engine's start.
+
+    Attributes:
+        num_tokens: all of it.
+        num_draft_tokens: drafts that rounds verified.
+        rounds_by_accepted: rounds that verified drafts, by how many of these became tokens.
+    """
+
+    num_tokens: int = 0
+    num_draft_tokens: int = 0
+    rounds_by_accepted: list[int] = field(default_factory=list)
+
+    def observe(self, length: int, taken: int) -> None:
+        """Count what a step of that `length`, as of `InFlight`, emitted for one sequence."""
+        self.num_tokens += taken
+        if length > 1 and taken:
+            self.num_draft_tokens += length - 1
+            self.rounds_by_accepted += [0] * (length - len(self.rounds_by_accepted))
+            self.rounds_by_accepted[taken - 1] += 1
+
+    @property
+    def num_accepted_tokens_per_pos(self) -> tuple[int, ...]:
+        """Drafts that became tokens, by their position in the block."""
+        return tuple(accumulate(reversed(self.rounds_by_accepted[1:])))[::-1]
+
+
+def take_emitted(sequence: Sequence, emitted: Emitted, row: int, *, length: int) -> int:
+    """Hand a running sequence the tokens that a step of that `length`, as of `InFlight`, emitted for it.
+
+    Returns:
+        How many it has taken.
+    """
     tokens = emitted.tokens[row, : int(emitted.count[row])].tolist()
     logprobs = None
     wanted = sequence.params.logprobs
@@ -16,8 +51,10 @@ def take_emitted(sequence: Sequence, emitted: Emitted, row: int, *, is_round: bo
         assert emitted.logprobs is not None
         logprobs = alternatives(emitted.logprobs, row, slice(len(tokens)), tokens, wanted, sequence)
     taken = sequence.extend(tokens, logprobs)
-    if is_round:
+    if length:
         sequence.acceptance_lengths.append(taken)
+        sequence.draft_lengths.append(length - 1)
+    return taken
 
 
 def take_prompt_logprobs(sequence: Sequence, found: Logprobs, start: int) -> None:

@@ -16,13 +16,12 @@ from dflash_jax.errors import RequestError
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and its n completions; only requests of the same `cache_salt` share pages of the prefix cache."""
+    """One prompt and its n completions."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     sequences: list[Sequence]
-    cache_salt: str | None = None
     started: float = field(default_factory=time.perf_counter)
     first_token_time: float | None = None
 
@@ -31,11 +30,20 @@ class Request:
         """Whether every completion has ended."""
         return all(s.finished for s in self.sequences)
 
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds that it has waited for the start of its prefill, None while it waits."""
+        started = self.sequences[0].started
+        return None if started is None else max(started - self.started, 0.0)
+
+    def touch(self) -> None:
+        """Note the time if its first token has come."""
+        if self.first_token_time is None and any(s.output.token_ids for s in self.sequences):
+            self.first_token_time = time.perf_counter() - self.started
+
     def output(self) -> RequestOutput:
         """What has come so far, as a snapshot that later steps leave alone."""
-        elapsed = time.perf_counter() - self.started
-        if self.first_token_time is None and any(s.output.token_ids for s in self.sequences):
-            self.first_token_time = elapsed
+        self.touch()
         finished, first = self.finished, self.sequences[0]
         return RequestOutput(
             request_id=self.request_id,
@@ -46,8 +54,10 @@ class Request:
             prompt_logprobs=None if first.params.prompt_logprobs is None else [None, *first.prompt_logprobs],
             metrics=RequestMetrics(
                 acceptance_lengths=[length for s in self.sequences for length in s.acceptance_lengths],
+                draft_lengths=[length for s in self.sequences for length in s.draft_lengths],
+                queue_time=self.queue_time,
                 first_token_time=self.first_token_time,
-                finished_time=elapsed if finished else None,
+                finished_time=time.perf_counter() - self.started if finished else None,
                 num_cached_tokens=first.num_cached_tokens,
             ),
         )
@@ -79,6 +89,8 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int) ->
         )
     if not ids:
         raise RequestError("the prompt is empty; give at least one token.")
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:  # as a long prompt should be checked
+        return text, ids
     for token in ids:
         if not is_int(token) or not 0 <= token < vocab_size:
             raise RequestError(f"prompt token id {token!r} is not in the vocabulary: ids are 0 to {vocab_size - 1}.")

@@ -96,7 +96,7 @@ class Scheduler:
     def __init__(self, layout: Layout, max_num_seqs: int):
         self.layout = layout
         self.full, self.sliding = PagePool(layout.full_pages), PagePool(layout.sliding_pages)
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_prompt_tokens = self.num_prefix_queries = self.num_prefix_hits = 0
         self.waiting: deque[Sequence] = deque()
         self.running: list[Running] = []  # oldest first
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -184,6 +184,11 @@ class Scheduler:
         self.full.forget(running.full)
         self.sliding.forget(running.sliding)
 
+    def flush_cache(self) -> None:
+        """Empty the prefix cache; what runs keeps its pages."""
+        self.full.forget_all()
+        self.sliding.forget_all()
+
     def requeue(self) -> list[Sequence]:
         """After a failed step: everything in the cache is lost, and who ran waits again, in front of all others.
 
@@ -224,6 +229,9 @@ class Scheduler:
         running.hashes, running.sliding_start = hashes[:hit], start
         if not emitted:
             sequence.num_cached_tokens = running.prefilled
+            self.num_prompt_tokens += len(text)
+            self.num_prefix_hits += running.prefilled
+            self.num_prefix_queries += len(text) if hashes else 0
         self.sliding_from[running.slot] = (start if sliding else hit) * layout.page_size
         self._grow(running, [*full, *more], [*sliding, *more_sliding])
         self.running.append(running)

@@ -28,6 +28,8 @@ class Sequence:
         first: the first completion of the same prompt, whose pages the others share; None for that one itself.
         cache_salt: prefix-cache pages are shared among sequences of equal salt only; None shares nothing.
         acceptance_lengths: tokens of each round.
+        draft_lengths: drafts verified by each round.
+        started: `time.perf_counter()` when it was first admitted, None while it waits.
         prompt_logprobs: of the prompt's second token and those after it, as far as they are known.
         num_cached_tokens: prompt tokens that the prefix cache had.
         suspect: whether a step that it took part in has failed.
@@ -44,6 +46,8 @@ class Sequence:
     first: Sequence | None = None
     cache_salt: bytes | None = b""
     acceptance_lengths: list[int] = field(default_factory=list)
+    draft_lengths: list[int] = field(default_factory=list)
+    started: float | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
     suspect: bool = False

@@ -41,7 +41,7 @@ class Shapes:
             table_width: pages of the longest sequence.
             page_size: tokens a page.
             block: G.
-            adaptive: whether rounds may verify less than the block.
+            adaptive: whether rounds may verify parts of the block; none of it, or the whole, they always may.
         """
         # A table of more than half the greatest width saves too little to be compiled for.
         least_table = -(-LEAST_TABLE // page_size)
@@ -51,7 +51,7 @@ class Shapes:
             max_num_batched_tokens=max_num_batched_tokens,
             tables=tuple(w for w in ladder(least_table, TABLE_GROWTH, table_width) if w * 2 <= table_width)
             + (table_width,),
-            lengths=tuple(sorted({1, -(-block // 4), -(-block // 2), block})) if adaptive else (block,),
+            lengths=tuple(sorted({1, -(-block // 4), -(-block // 2), block} if adaptive else {1, block})),
         )
 
     def batch(self, sequences: int) -> int:

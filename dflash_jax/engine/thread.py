@@ -1,0 +1,147 @@
+"""An engine in a thread of its own, which steps as long as there is anything to do."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.request import Request
+from dflash_jax.engine.sequence import Sequence
+from dflash_jax.errors import EngineDeadError, RequestError
+
+logger = logging.getLogger(__name__)
+News = Callable[[Request | Exception], None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Listener:
+    request: Request
+    tell: News
+
+
+class EngineThread:
+    """Owns an engine: nobody else touches it, but through commands that are carried out between two steps.
+
+    Args:
+        engine: the engine.
+        after_news: called after the listeners of a step, or of a command, were told.
+    """
+
+    def __init__(self, engine: Engine, after_news: Callable[[], None] = lambda: None):
+        self.engine = engine
+        self._after_news = after_news
+        self._listeners: dict[str, _Listener] = {}  # of the thread alone, as all of the engine
+        self._owner: dict[int, _Listener] = {}
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._lock = threading.Lock()  # no command may come after the last look at the inbox
+        self._cause: Exception | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="dflash-engine", daemon=True)
+        self._thread.start()
+
+    def add(self, request: Request, tell: News) -> None:
+        """Run a request. `tell` hears of it, in the engine's thread, whenever it has gained anything, and of the error
+        that keeps it from running: its id is taken (RequestError), the queue is full (QueueFullError), or the engine
+        has stopped (EngineDeadError).
+        """
+        self._command(lambda: self._add(_Listener(request, tell)))
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, as it is; one that does not run is ignored."""
+        self._command(lambda: self._abort(self._listeners.get(request_id)))
+
+    def abort_request(self, request: Request) -> None:
+        """The same of a request that may not have been added, or whose id may be another's."""
+        self._command(lambda: self._abort(self._listener_of(request)))
+
+    def call(self, function: Callable[[Engine], Any]) -> None:
+        """Do something with the engine between two steps; an exception of it would be the engine's end."""
+        self._command(lambda: function(self.engine))
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether nothing can run any more."""
+        return self._is_closed or self._cause is not None
+
+    @property
+    def cause(self) -> str:
+        """Why it is dead."""
+        return f"the engine has stopped ({self._cause or 'closed'}); start it again."
+
+    def close(self) -> None:
+        """Tell who listens that the engine has stopped, and end the thread."""
+        self._is_closed = True
+        self._wake.set()
+        self._thread.join()
+
+    def join(self) -> None:
+        """Wait until the engine has stopped."""
+        self._thread.join()
+
+    def _command(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            if self.is_dead:
+                raise EngineDeadError(self.cause)
+            self._inbox.append(command)
+        self._wake.set()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed:
+                if self.engine.is_idle:
+                    self._wake.wait()
+                self._wake.clear()
+                while self._inbox:
+                    self._inbox.popleft()()
+                if not self.engine.is_idle:
+                    self._publish(self.engine.step())
+        except Exception as error:
+            logger.exception("the engine has failed")
+            self._cause = error
+        finally:
+            with self._lock:
+                self._is_closed = True
+            while self._inbox:  # who came too late hears of it as well
+                self._inbox.popleft()()
+            for listener in self._listeners.values():
+                listener.tell(EngineDeadError(self.cause))
+            self._after_news()
+
+    def _add(self, listener: _Listener) -> None:
+        request = listener.request
+        try:
+            if request.request_id in self._listeners:
+                raise RequestError(f"request_id={request.request_id!r} is taken by a running request; give another.")
+            if not self.is_dead:
+                self.engine.add(request.sequences)
+        except Exception as error:
+            listener.tell(error)
+            self._after_news()
+            return
+        self._listeners[request.request_id] = listener
+        self._owner |= {id(sequence): listener for sequence in request.sequences}
+
+    def _listener_of(self, request: Request) -> _Listener | None:
+        return self._owner.get(id(request.sequences[0]))
+
+    def _abort(self, listener: _Listener | None) -> None:
+        if listener is not None and not self.is_dead:
+            for sequence in listener.request.sequences:
+                self.engine.abort(sequence)
+            self._publish(listener.request.sequences)
+
+    def _publish(self, changed: list[Sequence]) -> None:
+        for listener in {self._owner[id(s)]: None for s in changed if id(s) in self._owner}:
+            request = listener.request
+            if request.finished:
+                del self._listeners[request.request_id]
+                for sequence in request.sequences:
+                    del self._owner[id(sequence)]
+            listener.tell(request)
+        self._after_news()
