@@ -1,0 +1,301 @@
+"""`bench serve`: load on an OpenAI-compatible server, and what it feels like to its clients.
+
+Times are taken when bytes are read from the socket.
+
+TTFT: to the first chunk that brings text, reasoning, a tool call, token ids or the end; a role alone does not count.
+E2EL: to the last such chunk.
+TPOT: (last - first such chunk) / (tokens - 1), of each request.
+ICL: between such chunks. Speculation brings several tokens in one.
+ITL: ICL shared out among the tokens of its chunk, each token being one sample (see `RequestRecord.inter_token`).
+
+Numbers of tokens are the server's usage; chunks are never counted for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import math
+import resource
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import uvloop
+
+from dflash_jax.bench import acceptance as accepted
+from dflash_jax.bench import report, workload
+from dflash_jax.bench.client import CHAT, COMPLETIONS, complete, quote, request_body
+from dflash_jax.bench.http import HttpClient, RequestFailedError
+from dflash_jax.bench.stats import RequestRecord, spread
+from dflash_jax.bench.workload import SampleRequest
+from dflash_jax.errors import ConfigError, DFlashError
+
+HELP = "load an OpenAI-compatible server and measure latency, throughput and acceptance"
+TICK = 0.01  # seconds between two looks at the event loop
+MOST_LAG = 10.0  # ms at p99, above which the figures are the generator's
+MOST_FILES = 65_536
+Send = Callable[[int], Coroutine[Any, Any, None]]  # sends the request of that number, and waits for its end
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command. Names are vLLM's where it has them."""
+    server = parser.add_argument_group("server")
+    server.add_argument("--base-url", default="http://127.0.0.1:8000", help="http or https, host and port")
+    server.add_argument("--endpoint", default="completions", help="chat, completions, or a path that ends with these")
+    server.add_argument("--model", help="without it, the first of /v1/models")
+    server.add_argument("--api-key", help="sent as a bearer token; kept out of the result")
+    server.add_argument("--extra-body", type=_json_object, metavar="JSON", help="more fields of every request")
+    server.add_argument("--request-timeout", type=float, default=600.0, help="seconds until a request has failed")
+    load = parser.add_argument_group("load")
+    kind = load.add_mutually_exclusive_group()
+    kind.add_argument("--max-concurrency", type=int, help="closed loop: as many requests at a time, all the time")
+    kind.add_argument(
+        "--request-rate", type=float, default=math.inf, help="open loop: Poisson arrivals a second; inf: all at once"
+    )
+    workload.add_arguments(parser)
+    parser.add_argument("--random-text", action="store_true", help="random words, not token ids; chats always are")
+    report.add_arguments(parser)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, write; returns the exit status.
+
+    Raises:
+        ConfigError: an option is wrong.
+        DFlashError: the server cannot be reached, or a warm-up failed.
+    """
+    path = report.output_path(args)
+    _raise_file_limit()
+    return report.finish(uvloop.run(measure(args)), path)
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The result of a run, as `report.build_result` makes it."""
+    endpoint = _check(args)
+    headers = {} if args.api_key is None else {"Authorization": f"Bearer {args.api_key}"}
+    client = HttpClient(args.base_url, headers)
+    load = workload.load(args, as_text=endpoint.endswith("/chat/completions") or args.random_text)
+    model = args.model or await _first_model(client)
+    options = {"model": model, "temperature": args.temperature} | ({"ignore_eos": True} if args.ignore_eos else {})
+    generator = Generator(client, endpoint, options | (args.extra_body or {}), args.request_timeout)
+    try:
+        await _warm_up(generator, load.warmups, args.max_concurrency)
+        before = await _text(client, "/metrics")
+        records, lag = await generator.run(load.requests, args)
+        after = await _text(client, "/metrics")
+        return report.build_result(
+            args,
+            records,
+            model=model,
+            server={"base_url": args.base_url, "endpoint": endpoint, "version": await _version(client)},
+            acceptance=_acceptance(records, before, after),
+            generator=lag,
+            warnings=[*load.warnings, *_lag_warnings(lag)],
+        )
+    finally:
+        client.close()
+
+
+def _check(args: argparse.Namespace) -> str:
+    """The path of the endpoint.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+    if args.max_concurrency is not None and args.max_concurrency < 1:
+        raise ConfigError(f"--max-concurrency={args.max_concurrency} must be at least 1.")
+    if not args.request_timeout > 0:
+        raise ConfigError(f"--request-timeout={args.request_timeout} must be above 0 seconds.")
+    if (args.extra_body or {}).get("n", 1) != 1:
+        raise ConfigError("--extra-body with n above 1 cannot be measured: the completions' times are not told apart.")
+    path: str = {"chat": CHAT, "completions": COMPLETIONS}.get(args.endpoint, args.endpoint)
+    if not path.startswith("/") or not path.endswith("/completions"):
+        raise ConfigError(f"--endpoint {args.endpoint!r} must be chat, completions, or a path that ends with these.")
+    return path
+
+
+class Generator:
+    """Sends workloads to one endpoint. Every body is made before the clock starts."""
+
+    def __init__(self, client: HttpClient, endpoint: str, options: dict[str, Any], timeout_seconds: float):
+        self._client, self._endpoint, self._options, self._timeout = client, endpoint, options, timeout_seconds
+
+    async def run(
+        self, requests: Sequence[SampleRequest], args: argparse.Namespace
+    ) -> tuple[list[RequestRecord], dict[str, Any]]:
+        """The records of all requests, times counting from the start, and what the generator itself cost."""
+        with report.progress(len(requests), "measuring") as advance:
+            records: dict[int, RequestRecord] = {}
+            send = self.sender(requests, records, advance)
+            gc.collect()
+            gc.freeze()  # else collections would look at all that was imported, and stall the event loop meanwhile
+            clock, cpu = time.perf_counter(), time.process_time()
+            lags: list[float] = []
+            watch = asyncio.create_task(_watch(lags))
+            if args.max_concurrency is not None:
+                await closed_loop(send, len(requests), args.max_concurrency)
+            else:
+                await open_loop(send, workload.arrival_times(len(requests), args.request_rate, args.seed))
+            watch.cancel()
+            await asyncio.wait([watch])
+            cost = _cost(lags, time.perf_counter() - clock, time.process_time() - cpu)
+            gc.unfreeze()
+        return [_since(clock, records[number]) for number in range(len(requests))], cost
+
+    def sender(
+        self,
+        requests: Sequence[SampleRequest],
+        records: dict[int, RequestRecord],
+        advance: Callable[[RequestRecord], None],
+    ) -> Send:
+        """What sends a request by its number, and files its record."""
+        bodies = [request_body(request, self._endpoint, self._options) for request in requests]
+
+        async def send(number: int) -> None:
+            records[number] = await complete(
+                self._client,
+                self._endpoint,
+                bodies[number],
+                requests[number].output_len,
+                timeout_seconds=self._timeout,
+            )
+            advance(records[number])
+
+        return send
+
+
+async def closed_loop(send: Send, num: int, concurrency: int) -> None:
+    """As many requests at a time, a new one when one has ended."""
+    numbers = iter(range(num))
+
+    async def work() -> None:
+        for number in numbers:
+            await send(number)
+
+    await asyncio.gather(*(work() for _ in range(min(concurrency, num))))
+
+
+async def open_loop(send: Send, arrivals: Sequence[float]) -> None:
+    """Each request at its time, in seconds from now, whatever has become of the others."""
+    clock = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for number, arrival in enumerate(arrivals):
+            wait = arrival - (time.perf_counter() - clock)
+            if wait > 0:
+                await asyncio.sleep(wait)
+            group.create_task(send(number))
+
+
+async def _watch(lags: list[float]) -> None:
+    """Note by how many ms the event loop is late, again and again, until cancelled."""
+    while True:
+        due = time.perf_counter() + TICK
+        try:
+            await asyncio.sleep(TICK)
+        finally:  # a stall at the very end counts, too
+            lags.append(1e3 * max(time.perf_counter() - due, 0.0))
+
+
+def _cost(lags: list[float], seconds: float, cpu_seconds: float) -> dict[str, Any]:
+    """What the generator cost: how late its event loop was in ms, and its CPU time as cores."""
+    return {
+        **spread("loop_lag_ms", lags),
+        "max_loop_lag_ms": max(lags, default=None),
+        "cpu_cores": cpu_seconds / seconds,
+    }
+
+
+def _lag_warnings(lag: dict[str, Any]) -> list[str]:
+    late = lag["p99_loop_lag_ms"]
+    if late is None or late <= MOST_LAG:
+        return []
+    return [
+        f"the generator's own event loop was {late:.1f} ms late at p99 (limit {MOST_LAG:g} ms): the latencies are "
+        "partly the generator's; lower the load, or give it a core of its own."
+    ]
+
+
+def _since(clock: float, record: RequestRecord) -> RequestRecord:
+    """A record whose times count from the start of the run."""
+    record.start, record.end = record.start - clock, record.end - clock
+    record.arrivals = [(at - clock, tokens) for at, tokens in record.arrivals]
+    return record
+
+
+def _acceptance(records: Sequence[RequestRecord], before: str, after: str) -> accepted.Acceptance | None:
+    """The requests' own accounts, which leave out what others do; else the server's counters."""
+    good = [r for r in records if r.error_kind is None]
+    told = accepted.of_requests(r.speculative_decoding for r in good if r.speculative_decoding is not None)
+    return told or accepted.of_prometheus(before, after)
+
+
+async def _warm_up(generator: Generator, warmups: Sequence[SampleRequest], concurrency: int | None) -> None:
+    """Run the warm-ups.
+
+    Raises:
+        DFlashError: one failed; nothing is worth measuring then.
+    """
+    records: dict[int, RequestRecord] = {}
+    with report.progress(len(warmups), "warming up") as advance:
+        send = generator.sender(warmups, records, advance)
+        await closed_loop(send, len(warmups), concurrency or max(len(warmups), 1))
+    for record in records.values():
+        if record.error_kind is not None:
+            raise DFlashError(f"a warm-up request failed: {record.error_kind}: {record.error}")
+
+
+async def _first_model(client: HttpClient) -> str:
+    """The first of the models that the server lists.
+
+    Raises:
+        DFlashError: it lists none.
+    """
+    try:
+        status, body = await client.fetch("GET", "/v1/models")
+        if status == 200:
+            return str(msgspec.json.decode(body)["data"][0]["id"])
+        reason = f"HTTP {status}: {quote(body)}"
+    except RequestFailedError as failure:
+        reason = f"{failure.kind}: {failure}"
+    except (msgspec.DecodeError, LookupError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    raise DFlashError(f"the models of the server cannot be listed ({reason}); check --base-url, or give --model.")
+
+
+async def _text(client: HttpClient, path: str) -> str:
+    """What a path answers, empty if it does not."""
+    with suppress(RequestFailedError):
+        status, body = await client.fetch("GET", path)
+        if status == 200:
+            return body.decode(errors="replace")
+    return ""
+
+
+async def _version(client: HttpClient) -> str | None:
+    """The server's version, if it tells one."""
+    with suppress(msgspec.DecodeError, LookupError, TypeError):
+        return str(msgspec.json.decode(await _text(client, "/version"))["version"])
+    return None
+
+
+def _raise_file_limit() -> None:
+    """Let the process have as many sockets as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

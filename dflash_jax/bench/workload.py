@@ -1,0 +1,212 @@
+"""What is asked: prompts and lengths, from a seed or from a file, and when each is sent."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.errors import ConfigError
+
+MOST_RANDOM = 1000  # prompts, unless told otherwise: vLLM's default
+# Short and common, so that most vocabularies have each of them as one token.
+COMMON_WORDS = (
+    "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they which "
+    "one you were all her she there would their we him been has when who will no more if out so up said what its about "
+    "than into them can only other time new some could these two may first then do any like my now over such our man "
+    "me even most made after also well did many must before back see through way where get much go good own"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One request of a workload: text, token ids or messages, and the most tokens to answer with."""
+
+    prompt: str | list[int] | list[dict[str, Any]]
+    output_len: int
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the prompt is a list of messages."""
+        return isinstance(self.prompt, list) and isinstance(self.prompt[0], dict)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the prompt is text."""
+        return isinstance(self.prompt, str)
+
+
+@dataclass(frozen=True)
+class RandomLengths:
+    """Lengths in tokens, drawn uniformly from `length * (1 - range_ratio)` to `length * (1 + range_ratio)`.
+
+    Raises:
+        ConfigError: a length or the ratio is out of range.
+    """
+
+    input_len: int
+    output_len: int
+    range_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, length in (("input", self.input_len), ("output", self.output_len)):
+            if length < 1:
+                raise ConfigError(f"--random-{name}-len={length} must be at least 1.")
+        if not 0 <= self.range_ratio < 1:
+            raise ConfigError(f"--random-range-ratio={self.range_ratio} must be in [0, 1).")
+
+    def draw(self, length: int, num: int, rng: np.random.Generator) -> list[int]:
+        """As many lengths around one."""
+        low, high = math.floor(length * (1 - self.range_ratio)), math.ceil(length * (1 + self.range_ratio))
+        return rng.integers(max(low, 1), high + 1, num).tolist()
+
+
+def random_requests(
+    num: int, lengths: RandomLengths, *, seed: int, vocab_size: int, as_text: bool = False
+) -> list[SampleRequest]:
+    """Prompts of random token ids below `vocab_size`, or of as many random words; the same for the same seed.
+
+    Raises:
+        ConfigError: the vocabulary is empty.
+    """
+    if vocab_size < 1:
+        raise ConfigError(f"--random-vocab-size={vocab_size} must be at least 1.")
+    rng, words = np.random.default_rng(seed), COMMON_WORDS.split()
+    input_lens = lengths.draw(lengths.input_len, num, rng)
+    output_lens = lengths.draw(lengths.output_len, num, rng)
+    requests = []
+    for input_len, output_len in zip(input_lens, output_lens, strict=True):
+        ids = rng.integers(0, len(words) if as_text else vocab_size, input_len).tolist()
+        requests.append(SampleRequest(" ".join(words[i] for i in ids) if as_text else ids, output_len))
+    return requests
+
+
+def read_jsonl(path: Path, default_output_len: int) -> list[SampleRequest]:
+    """One request a line: `prompt` (text or token ids) or `messages`, and perhaps `output_tokens`.
+
+    Raises:
+        ConfigError: the file cannot be read, is empty, or a line is not such a request.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--dataset-path {path} cannot be read ({error}); give a JSONL file in UTF-8.") from error
+    requests = [
+        _request_of(line, default_output_len, f"{path}, line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not requests:
+        raise ConfigError(f"--dataset-path {path} holds no request; give one JSON object a line.")
+    return requests
+
+
+def _request_of(line: str, default_output_len: int, where: str) -> SampleRequest:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON ({error}); give one JSON object a line.") from error
+    if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
+        raise ConfigError(f"{where} needs exactly one of 'prompt' and 'messages'.")
+    name = "prompt" if "prompt" in fields else "messages"
+    prompt, kind = fields[name], dict if name == "messages" else int
+    is_list = isinstance(prompt, list) and len(prompt) > 0 and all(type(part) is kind for part in prompt)
+    if not is_list and not (name == "prompt" and isinstance(prompt, str) and prompt):
+        allowed = "a list of messages" if name == "messages" else "text or a list of token ids"
+        raise ConfigError(f"{where}: {name!r} must be {allowed}, not empty.")
+    output_len = fields.get("output_tokens", default_output_len)
+    if type(output_len) is not int or output_len < 1:
+        raise ConfigError(f"{where}: output_tokens={output_len!r} must be an integer of at least 1.")
+    return SampleRequest(prompt, output_len)
+
+
+def arrival_times(num: int, request_rate: float, seed: int) -> list[float]:
+    """When each request of a Poisson process comes, in seconds after the first; all at once if the rate is inf.
+
+    Raises:
+        ConfigError: the rate is not above 0.
+    """
+    if not request_rate > 0:
+        raise ConfigError(f"--request-rate={request_rate} must be above 0 (inf: all at once).")
+    if math.isinf(request_rate):
+        return [0.0] * num
+    gaps = np.random.default_rng(seed).exponential(1 / request_rate, max(num - 1, 0))
+    return [0.0, *np.cumsum(gaps).tolist()][:num]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the workload."""
+    group = parser.add_argument_group("workload")
+    group.add_argument("--dataset-name", default="random", choices=["random", "jsonl"], help="where prompts come from")
+    group.add_argument("--dataset-path", type=Path, help="JSONL of prompt or messages, and perhaps output_tokens")
+    group.add_argument(
+        "--num-prompts", type=int, help=f"requests; without it, {MOST_RANDOM} random ones or one a line of the file"
+    )
+    group.add_argument("--random-input-len", type=int, default=1024, help="tokens (or words, in text) of a prompt")
+    group.add_argument("--random-output-len", type=int, default=128, help="most tokens of an answer")
+    group.add_argument(
+        "--random-range-ratio", type=float, default=0.0, help="lengths vary by up to this share, in [0, 1)"
+    )
+    group.add_argument("--random-vocab-size", type=int, default=256, help="random token ids are below this")
+    group.add_argument(
+        "--custom-output-len", type=int, default=256, help="most tokens of an answer to a line without output_tokens"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    group.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals")
+    group.add_argument(
+        "--num-warmups", type=int, default=1, help="requests before the clock starts; of a file, its first ones"
+    )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What to measure, and what to run before."""
+
+    requests: list[SampleRequest]
+    warmups: list[SampleRequest]
+    warnings: list[str]
+
+
+def load(args: argparse.Namespace, *, as_text: bool) -> Workload:
+    """The workload of a command line; `as_text` has random prompts be words.
+
+    Raises:
+        ConfigError: an option is out of range, or the file does not hold what it should.
+    """
+    for name, value, least in (("prompts", args.num_prompts, 1), ("warmups", args.num_warmups, 0)):
+        if value is not None and value < least:
+            raise ConfigError(f"--num-{name}={value} must be at least {least}.")
+    if args.seed < 0:
+        raise ConfigError(f"--seed={args.seed} must be at least 0.")
+    if args.dataset_name == "jsonl":
+        return _load_jsonl(args)
+    if args.dataset_path is not None:
+        raise ConfigError(f"--dataset-path {args.dataset_path} needs --dataset-name jsonl.")
+    lengths = RandomLengths(args.random_input_len, args.random_output_len, args.random_range_ratio)
+
+    def draw(num: int, seed: int) -> list[SampleRequest]:
+        return random_requests(num, lengths, seed=seed, vocab_size=args.random_vocab_size, as_text=as_text)
+
+    # Other prompts than those measured: a prefix cache must not know these.
+    return Workload(draw(args.num_prompts or MOST_RANDOM, args.seed), draw(args.num_warmups, args.seed + 1), [])
+
+
+def _load_jsonl(args: argparse.Namespace) -> Workload:
+    if args.dataset_path is None:
+        raise ConfigError("--dataset-name jsonl needs --dataset-path.")
+    lines = read_jsonl(args.dataset_path, args.custom_output_len)
+    num = args.num_prompts or len(lines)
+    warnings = []
+    if num > len(lines):
+        warnings.append(
+            f"{num} requests repeat the {len(lines)} lines of {args.dataset_path}: a prefix cache makes the repeated "
+            "ones faster."
+        )
+    warmups = [lines[i % len(lines)] for i in range(args.num_warmups)]
+    return Workload([lines[i % len(lines)] for i in range(num)], warmups, warnings)

@@ -1,0 +1,56 @@
+"""The embedded pair through the whole command, once, with the same shape of result as `bench serve`."""
+
+import json
+
+import pytest
+
+from dflash_jax.bench.__main__ import main
+from tests.bench.test_serve import KEYS
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    lines = [
+        {"prompt": "You may reproduce and distribute copies of the", "output_tokens": 24},
+        {
+            "messages": [{"role": "user", "content": "7. Disclaimer of Warranty. Unless required by"}],
+            "output_tokens": 9,
+        },
+        {"prompt": [70, 80, 90], "output_tokens": 1},
+    ]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    path, output = folder / "prompts.jsonl", folder / "result.json"
+    engine = {"--max-num-seqs": 2, "--max-model-len": 128, "--num-speculative-tokens": 15, "--num-warmups": 0}
+    options = engine | {"--dataset-name": "jsonl", "--dataset-path": path, "--output": output}
+    flags = ["--no-compile-at-start", "--ignore-eos", "--save-detailed"]
+    assert main(["offline", *flags, *(str(part) for pair in options.items() for part in pair)]) == 0
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_the_shape_is_that_of_serve(result):
+    assert set(result) == KEYS | {"requests"}
+    assert (result["command"], result["server"], result["generator"]) == ("offline", None, None)
+    assert result["settings"]["max_num_seqs"] == 2
+
+
+def test_tokens_are_exact(result):
+    assert (result["completed"], result["failed"], result["num_ended_early"]) == (3, 0, 0)
+    assert [r["completion_tokens"] for r in result["requests"]] == [24, 9, 1]  # in the order of the file
+    assert [sum(tokens for _, tokens in r["arrivals"]) for r in result["requests"]] == [24, 9, 1]
+    assert result["total_output_tokens"] == 34
+
+
+def test_acceptance_accounts_for_every_token(result):
+    acceptance = result["acceptance"]
+    assert acceptance["source"] == "engine"
+    # the first token of each answer is of no round
+    assert acceptance["num_drafts"] + acceptance["num_accepted_tokens"] == 34 - 3
+    assert sum(acceptance["histogram"]) == acceptance["num_drafts"]
+    assert acceptance["num_accepted_tokens"] <= acceptance["num_draft_tokens"]
+    assert acceptance["mean_acceptance_length"] > 2  # the pair recites the licence
+
+
+def test_bad_options(capsys):
+    assert main(["offline", "--model", "/no/such/folder"]) == 2
+    assert "/no/such/folder" in capsys.readouterr().err
