@@ -1,0 +1,111 @@
+"""The web application: routes, what stands before them, and errors as clients read them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from dflash_jax.errors import DFlashError
+from dflash_jax.serve.metrics import log_stats
+from dflash_jax.serve.middleware import BoundedBody, Guard
+from dflash_jax.serve.protocol import APIError, error_body, of_exception, validation_error
+from dflash_jax.serve.routes.chat import chat_router
+from dflash_jax.serve.routes.completions import completions_router
+from dflash_jax.serve.routes.generate import generate_router
+from dflash_jax.serve.routes.operations import operations_router
+from dflash_jax.serve.routes.page import page_router
+from dflash_jax.serve.routes.tokens import tokens_router
+from dflash_jax.serve.state import ServerState
+from dflash_jax.serve.streaming import json_response
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(state: ServerState, on_change: Callable[[], None] = lambda: None) -> FastAPI:
+    """The application.
+
+    Args:
+        state: of the server; the application starts and ends its engine.
+        on_change: called when the engine is ready, and when it has died.
+    """
+    args = state.args
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(state.client.run(on_change))]
+        if not args.disable_log_stats:
+            tasks.append(asyncio.create_task(log_stats(lambda: state.client.stats, args.log_stats_interval)))
+        yield
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    app = FastAPI(
+        title="dflash_jax",
+        version=version("dflash-jax"),
+        summary="An OpenAI-compatible server with DFlash speculative decoding",
+        lifespan=lifespan,
+        openapi_url="/openapi.json" if args.enable_docs else None,
+        docs_url=None,  # its pages would load scripts from elsewhere
+        redoc_url=None,
+        root_path=args.root_path,
+    )
+    for router in (
+        chat_router(state),
+        completions_router(state),
+        generate_router(state),
+        tokens_router(state),
+        operations_router(state),
+        page_router(),
+    ):
+        app.include_router(router)
+    _add_error_handlers(app)
+    app.add_middleware(BoundedBody, limits=args.limits)
+    if args.api_keys:
+        app.add_middleware(Guard, keys=args.api_keys)
+    if args.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=args.allowed_origins,
+            allow_methods=args.allowed_methods,
+            allow_headers=args.allowed_headers,
+            allow_credentials=args.allow_credentials,
+        )
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def told(_request: Request, error: Exception) -> Response:
+        return _response(of_exception(error))
+
+    async def invalid(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _response(validation_error(error.errors()))
+
+    async def http(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, StarletteHTTPException)
+        answer = _response(APIError(str(error.detail), error.status_code))
+        answer.headers.update(error.headers or {})
+        if error.status_code in (408, 413):  # the rest of the body is still on its way
+            answer.headers["connection"] = "close"
+        return answer
+
+    app.add_exception_handler(DFlashError, told)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(StarletteHTTPException, http)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, told)  # the log has its traceback
+
+
+def _response(error: APIError) -> Response:
+    return json_response(error_body(error), error.status)

@@ -1,0 +1,261 @@
+"""The engine's own process: `python -m dflash_jax.serve.engine_process FD`, a socket to the server at that descriptor.
+
+What the server does never delays a round: the server's process renders, tokenises and parses; here one thread reads
+messages, one runs the engine, one writes. The process ends with its server, and its server outlives it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import sys
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import msgspec
+
+from dflash_jax.config import EngineArgs
+from dflash_jax.core import TokensPrompt
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.request import Request
+from dflash_jax.engine.sequence import Sequence
+from dflash_jax.engine.thread import EngineThread
+from dflash_jax.errors import DFlashError, EngineDeadError, QueueFullError, RequestError
+from dflash_jax.frontend import Frontend, load
+from dflash_jax.serve.messages import (
+    HEADER,
+    Abort,
+    Add,
+    Call,
+    CompletionDelta,
+    Failed,
+    FromEngine,
+    Outputs,
+    Ready,
+    Refused,
+    Reply,
+    RequestDelta,
+    Start,
+    ToEngine,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Connection:
+    """Messages over a socket; what is sent leaves from a thread of its own, so that a slow reader delays nobody."""
+
+    def __init__(self, connection: socket.socket):
+        self._socket = connection
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToEngine)
+        self._outbox: queue.SimpleQueue[FromEngine | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="dflash-writer", daemon=True)
+        self._writer.start()
+
+    def send(self, message: FromEngine) -> None:
+        """Leave a message to the writer."""
+        self._outbox.put(message)
+
+    def receive(self) -> ToEngine | None:
+        """The next message, None at the end of the connection."""
+        header = self._read(HEADER)
+        body = self._read(int.from_bytes(header, "big")) if header else None
+        return None if body is None else self._decoder.decode(body)
+
+    def close(self) -> None:
+        """Write what is left, and close."""
+        self._outbox.put(None)
+        self._writer.join(timeout=5)
+        self._socket.close()
+
+    def _read(self, size: int) -> bytes | None:
+        parts = bytearray()
+        while len(parts) < size:
+            try:
+                part = self._socket.recv(size - len(parts))
+            except OSError:
+                return None
+            if not part:
+                return None
+            parts += part
+        return bytes(parts)
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            body = self._encoder.encode(message)
+            try:
+                self._socket.sendall(len(body).to_bytes(HEADER, "big") + body)
+            except OSError:  # the server is gone; `receive` ends, and with it the process
+                return
+
+
+@dataclass(eq=False)
+class Sent:
+    """How much of a completion the server has: characters, tokens and rounds."""
+
+    text: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    is_finished: bool = False
+
+    def delta(self, sequence: Sequence) -> CompletionDelta | None:
+        """What the completion has gained, None if nothing."""
+        output = sequence.output
+        gained = len(output.token_ids) > self.tokens or len(output.text) > self.text
+        if self.is_finished or not (gained or sequence.finished):
+            return None
+        delta = CompletionDelta(
+            index=output.index,
+            text=output.text[self.text :],
+            token_ids=output.token_ids[self.tokens :],
+            logprobs=None if output.logprobs is None else output.logprobs[self.tokens :],
+            rounds=list(
+                zip(sequence.draft_lengths[self.rounds :], sequence.acceptance_lengths[self.rounds :], strict=True)
+            ),
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            error=output.error,
+        )
+        self.text, self.tokens, self.rounds = len(output.text), len(output.token_ids), len(sequence.draft_lengths)
+        self.is_finished = sequence.finished
+        return delta
+
+
+@dataclass(eq=False)
+class Progress:
+    """What the server knows of a request."""
+
+    streams: bool
+    sent: list[Sent] = field(default_factory=list)
+    has_prompt_logprobs: bool = False
+
+    def delta(self, request: Request) -> RequestDelta | None:
+        """What the request has gained, None if there is nothing to send yet."""
+        request.touch()
+        if not (self.streams or request.finished):
+            return None
+        self.sent = self.sent or [Sent() for _ in request.sequences]
+        deltas = [sent.delta(s) for sent, s in zip(self.sent, request.sequences, strict=True)]
+        completions = [delta for delta in deltas if delta is not None]
+        if not completions:
+            return None
+        first = request.sequences[0]
+        prompt_logprobs = None
+        if first.params.prompt_logprobs is not None and not self.has_prompt_logprobs:
+            self.has_prompt_logprobs = True
+            prompt_logprobs = [None, *first.prompt_logprobs]
+        return RequestDelta(
+            request_id=request.request_id,
+            completions=completions,
+            finished=request.finished,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=first.num_cached_tokens,
+            queue_seconds=request.queue_time,
+            first_token_seconds=request.first_token_time,
+        )
+
+
+class EngineServer:
+    """Carries out what the server asks for."""
+
+    def __init__(self, connection: Connection, frontend: Frontend, engine: Engine):
+        self._connection, self._frontend, self._engine = connection, frontend, engine
+        self._deltas: list[RequestDelta] = []  # of the engine's thread, until its step is over
+        self._thread = EngineThread(engine, self._flush)
+
+    def serve(self) -> None:
+        """Until the server hangs up, or the engine fails for good."""
+        while (message := self._connection.receive()) is not None:
+            try:
+                match message:
+                    case Add():
+                        self._add(message)
+                    case Abort():
+                        self._thread.abort(message.request_id)
+                    case Call():
+                        self._thread.call(partial(self._call, message))
+            except EngineDeadError as error:
+                self._connection.send(Failed("EngineDeadError", str(error)))
+                break
+        self._thread.close()
+
+    def _add(self, message: Add) -> None:
+        prompt: TokensPrompt = {"prompt_token_ids": message.prompt_token_ids}
+        if message.cache_salt is not None:
+            prompt["cache_salt"] = message.cache_salt
+        try:
+            request = self._frontend.request(prompt, message.params, message.request_id)
+        except DFlashError as error:
+            self._refuse(message.request_id, error)
+            return
+        progress = Progress(message.streams)
+        self._thread.add(request, lambda news: self._tell(message.request_id, progress, news))
+
+    def _tell(self, request_id: str, progress: Progress, news: Request | Exception) -> None:
+        if isinstance(news, Exception):
+            self._refuse(request_id, news)
+        elif (delta := progress.delta(news)) is not None:
+            self._deltas.append(delta)
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        kind = next((c for c in (RequestError, QueueFullError) if isinstance(error, c)), EngineDeadError)
+        self._connection.send(Refused(request_id, kind.__name__, str(error)))
+
+    def _flush(self) -> None:
+        """After a step: all of its deltas in one message, and even without any the engine's state."""
+        deltas, self._deltas = self._deltas, []
+        self._connection.send(Outputs(deltas, self._engine.stats))
+        if self._thread.is_dead:
+            self._connection.send(Failed("EngineDeadError", self._thread.cause))
+
+    def _call(self, call: Call, engine: Engine) -> None:
+        try:
+            match call.name:
+                case "flush_cache":
+                    engine.scheduler.flush_cache()
+                case "start_profile":
+                    jax.profiler.start_trace(call.argument)
+                case "stop_profile":
+                    jax.profiler.stop_trace()
+        except Exception as error:  # whatever the profiler stumbles over is no reason to stop
+            self._connection.send(Reply(call.number, f"{type(error).__name__}: {error}"))
+        else:
+            self._connection.send(Reply(call.number))
+
+
+def main(arguments: list[str]) -> int:
+    """Serve the socket whose descriptor is the one argument; returns the exit status."""
+    connection = Connection(socket.socket(fileno=int(arguments[0])))
+    start: Any = connection.receive()
+    if not isinstance(start, Start):
+        return 1
+    logging.basicConfig(level=start.log_level.upper(), format="%(levelname)s %(asctime)s %(name)s: %(message)s")
+    try:
+        frontend, engine = load(start.model, start.draft_model, EngineArgs.of(start.args))
+    except Exception as error:
+        if not isinstance(error, DFlashError):
+            logger.exception("the engine could not start")
+        connection.send(Failed(type(error).__name__, str(error)))
+        connection.close()
+        return 1
+    server = EngineServer(connection, frontend, engine)
+    config = engine.config
+    connection.send(
+        Ready(
+            max_model_len=config.max_model_len,
+            vocab_size=engine.spec.target.vocab_size,
+            num_speculative_tokens=config.num_speculative_tokens,
+            kv_tokens=engine.layout.full_pages * engine.layout.page_size,
+        )
+    )
+    server.serve()
+    connection.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

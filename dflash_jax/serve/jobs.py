@@ -1,0 +1,147 @@
+"""A request of a client on its way through the engine: one or several prompts, each with its completions."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from dflash_jax.core import SamplingParams
+from dflash_jax.serve.messages import Add, RequestDelta
+from dflash_jax.serve.metrics import Finished
+from dflash_jax.serve.protocol import APIError
+from dflash_jax.serve.state import ServerState
+
+logger = logging.getLogger(__name__)
+Round = tuple[int, int]  # drafts verified, tokens emitted
+
+
+@dataclass(eq=False)
+class Job:
+    """What a client asked for, and what has come of it.
+
+    Attributes:
+        id: as the answer has it.
+        client_id: as the client chose it, for /abort_request.
+        prompts: token ids of each.
+        params: of each prompt.
+        streams: whether the client wants pieces.
+        first_token: seconds from arrival to the first token; None before it.
+        queue: seconds from arrival to the start of the first prefill.
+        finish_reasons: of the completions that have ended.
+    """
+
+    id: str
+    client_id: str
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    cache_salt: str | None
+    streams: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+    started: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None
+    queue: float | None = None
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    rounds: list[Round] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_completions(self) -> int:
+        """Of all prompts."""
+        return sum(params.n for params in self.params)
+
+    def engine_requests(self) -> list[Add]:
+        """What the engine is asked; the ids are in the order of the prompts."""
+        ids = [self.id] if len(self.prompts) == 1 else [f"{self.id}-{i}" for i in range(len(self.prompts))]
+        return [
+            Add(request_id, token_ids, params, self.cache_salt, self.streams)
+            for request_id, token_ids, params in zip(ids, self.prompts, self.params, strict=True)
+        ]
+
+    def take(self, delta: RequestDelta) -> None:
+        """Count what has come.
+
+        Raises:
+            APIError: 500; the engine could not go on with a completion.
+        """
+        if self.first_token is None:
+            self.first_token, self.queue = delta.first_token_seconds, delta.queue_seconds
+        if delta.finished:
+            self.num_cached_tokens += delta.num_cached_tokens
+        for completion in delta.completions:
+            self.num_tokens += len(completion.token_ids)
+            self.rounds += completion.rounds
+            if completion.finish_reason is not None:
+                self.finish_reasons.append(completion.finish_reason)
+            if completion.error is not None:
+                raise APIError(f"the engine has failed to complete this request: {completion.error}", 500)
+
+
+async def follow(
+    state: ServerState, job: Job, patience: float | None = None
+) -> AsyncIterator[tuple[int, RequestDelta] | None]:
+    """What the engine says of a job, with the number of the prompt; None where it says nothing for `patience` seconds.
+
+    Leaving early aborts what runs.
+
+    Raises:
+        RequestError: it cannot be served.
+        QueueFullError: too many wait already.
+        EngineDeadError: there is no engine, or it has died.
+        APIError: 500, a completion has failed; 504, it took longer than a request may.
+    """
+    requests = job.engine_requests()
+    number = {request.request_id: i for i, request in enumerate(requests)}
+    limit = state.args.limits.request_timeout
+    last = job.started
+    state.running.setdefault(job.client_id, []).extend(number)
+    try:
+        async with state.client.stream(requests) as stream:
+            while stream.unfinished:
+                left = None if limit is None else job.started + limit - time.perf_counter()
+                if left is not None and left <= 0:
+                    raise APIError(f"the request took longer than {limit:g} s; ask for less.", 504, type="TimeoutError")
+                waits = [seconds for seconds in (patience, left) if seconds is not None]
+                delta = await stream.get(min(waits, default=None))
+                if delta is None:
+                    if patience is not None:
+                        yield None
+                    continue
+                job.take(delta)
+                now = time.perf_counter()
+                if job.streams and last != job.started:
+                    state.metrics.observe_chunk(now - last, sum(len(c.token_ids) for c in delta.completions))
+                last = now
+                yield number[delta.request_id], delta
+    finally:
+        _forget(state, job, number)
+
+
+def _forget(state: ServerState, job: Job, number: dict[str, int]) -> None:
+    """The job has ended, or its client has left."""
+    running = [request_id for request_id in state.running[job.client_id] if request_id not in number]
+    if running:
+        state.running[job.client_id] = running
+    else:
+        del state.running[job.client_id]
+    cut_off = job.num_completions - len(job.finish_reasons)
+    state.metrics.observe(
+        Finished(
+            reason=(*job.finish_reasons, *["abort"] * cut_off),
+            num_prompt_tokens=job.num_prompt_tokens,
+            num_tokens=job.num_tokens,
+            n=job.num_completions,
+            max_tokens=job.params[0].max_tokens,
+            queue=job.queue,
+            first_token=job.first_token,
+            whole=time.perf_counter() - job.started,
+        )
+    )

@@ -1,0 +1,41 @@
+"""Between JSON and our own types: the bodies of requests, what they ask for, and errors as clients read them.
+
+Knows no web framework. A body becomes a request by `parse`, or by FastAPI, which may see `APIError` from a validator:
+`of_exception` is what its handlers need.
+"""
+
+from dflash_jax.serve.protocol.base import RequestBody, parse, unknown_fields
+from dflash_jax.serve.protocol.chat import ChatCompletionRequest
+from dflash_jax.serve.protocol.completion import CompletionRequest
+from dflash_jax.serve.protocol.errors import APIError, error_body, of_exception, validation_error
+from dflash_jax.serve.protocol.generate import GenerateRequest
+from dflash_jax.serve.protocol.params import (
+    Limits,
+    completion_prompts,
+    fit_prompt,
+    generate_sampling_params,
+    sampling_params,
+)
+from dflash_jax.serve.protocol.sampling import StreamOptions
+from dflash_jax.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
+
+__all__ = [
+    "APIError",
+    "ChatCompletionRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "GenerateRequest",
+    "Limits",
+    "RequestBody",
+    "StreamOptions",
+    "TokenizeRequest",
+    "completion_prompts",
+    "error_body",
+    "fit_prompt",
+    "generate_sampling_params",
+    "of_exception",
+    "parse",
+    "sampling_params",
+    "unknown_fields",
+    "validation_error",
+]

@@ -1,0 +1,182 @@
+"""What all bodies share: nulls, unknown fields, and the types of fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from typing_extensions import TypeAliasType
+
+from dflash_jax.serve.protocol.errors import APIError, shown, validation_error
+
+# Known to OpenAI's, vLLM's or SGLang's clients; they change nothing about an answer here.
+IGNORED = frozenset(
+    {
+        "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "prediction", "verbosity", "length_penalty", "early_stopping", "spaces_between_special_tokens",
+        "stream_reasoning", "return_hidden_states", "bootstrap_host", "bootstrap_port", "bootstrap_room", "log_metrics",
+    }
+)  # fmt: skip
+_STRUCTURED = "use structured_outputs={{'{}': ...}}, which has replaced it"
+
+# What would change the answer and cannot be done. Values that ask for nothing (false, 0, empty) pass.
+UNSUPPORTED = {
+    "use_beam_search": "leave it out, beams are not served",
+    "guided_json": _STRUCTURED.format("json"),
+    "guided_regex": _STRUCTURED.format("regex"),
+    "guided_choice": _STRUCTURED.format("choice"),
+    "guided_grammar": _STRUCTURED.format("grammar"),
+    "guided_json_object": _STRUCTURED.format("json_object"),
+    "guided_whitespace_pattern": "leave it out, white space follows the grammar",
+    "structural_tag": "use structured_outputs with json, regex, choice or grammar",
+    "logits_processors": "use logit_bias, bad_words or allowed_token_ids",
+    "custom_logit_processor": "use logit_bias, bad_words or allowed_token_ids",
+    "custom_params": "leave it out, there are no custom processors",
+    "stop_regex": "use stop, or structured_outputs={'regex': ...}",
+    "logprob_token_ids": "use top_logprobs (in a chat) or logprobs (in a completion)",
+    "token_ids_logprob": "use top_logprobs_num",
+    "thinking_token_budget": "use max_tokens, or chat_template_kwargs={'enable_thinking': false}",
+    "max_repetition_pattern_size": "use repetition_penalty or frequency_penalty",
+    "prompt_embeds": "give text or token ids",
+    "input_embeds": "give text or token ids",
+    "image_data": "give text, this server reads nothing else",
+    "video_data": "give text, this server reads nothing else",
+    "audio_data": "give text, this server reads nothing else",
+    "lora_path": "leave it out, no adapters are served",
+    "session_params": "leave it out, every request stands alone",
+    "kv_transfer_params": "leave it out, keys and values stay on this server",
+}  # fmt: skip
+
+
+def allow_null(schema: dict[str, Any]) -> None:
+    """Let the JSON schema of a body say that null is a field's default."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    for name in properties.keys() - set(required):
+        field = dict(properties[name])
+        about = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
+        options = field.pop("anyOf", None) or [field]
+        if {"type": "null"} not in options:
+            options = [*options, {"type": "null"}]
+        properties[name] = about | {"anyOf": options}
+
+
+class RequestBody(BaseModel):
+    """Base of bodies. A field that is null has its default; fields that are unknown are kept in `model_extra`."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, json_schema_extra=allow_null)
+    unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # values of unsupported fields that ask for nothing
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prepare(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body  # which pydantic refuses
+        for name in cls.unsupported:
+            value = body.get(name)
+            if value and value not in cls.neutral.get(name, ()):
+                message = f"{name}={shown(value)} is not supported: {cls.unsupported[name]}."
+                raise APIError(message, param=name)
+        return {name: value for name, value in body.items() if value is not None}
+
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+def parse(model: type[Body], body: object) -> Body:
+    """A decoded JSON value as a request.
+
+    Raises:
+        APIError: 400; it is none.
+    """
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise validation_error(error.errors(include_url=False, include_context=False)) from error
+
+
+def unknown_fields(request: RequestBody) -> list[str]:
+    """Names of the fields that nothing is known about, for the log."""
+    return sorted((request.model_extra or {}).keys() - IGNORED - request.unsupported.keys())
+
+
+def _unicode(text: str, info: ValidationInfo) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"{info.field_name}={shown(text)} is not valid Unicode ({error}); correct it."
+        raise APIError(message, param=info.field_name) from error
+    return text
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+def _bias(value: Any, info: ValidationInfo) -> Any:
+    """Bias of token ids; only the first error is told, since a body may hold a million."""
+    if not isinstance(value, dict):
+        raise APIError(
+            f"{info.field_name}={shown(value)} is not allowed: it must map token ids to numbers.", param=info.field_name
+        )
+    for token, bias in value.items():
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            message = f"{info.field_name}[{shown(token)}]={shown(bias)} is not allowed: it must be in [-100, 100]."
+            raise APIError(message, param=info.field_name)
+    return value
+
+
+def _prompt(value: Any, info: ValidationInfo) -> Any:
+    """Check one prompt or several, by what kind the first is of."""
+    name = info.field_name or "prompt"
+    if not value or not isinstance(value, str | list):
+        raise APIError(
+            f"{name}={shown(value)} is no prompt: give a text, a list of token ids, or a list of either, not empty.",
+            param=name,
+        )
+    if isinstance(value, str):
+        return value
+    adapter = _TEXTS if isinstance(value[0], str) else _BATCH if isinstance(value[0], list) else _IDS
+    try:
+        return adapter.validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        raise validation_error([{**first, "loc": (name, *first["loc"])}]) from error
+
+
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = TypeAliasType("TokenIds", Annotated[list[TokenId], FailFast()])
+Text = Annotated[str, AfterValidator(_unicode)]
+RequestId = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_unicode)]
+Strings = TypeAliasType(
+    "Strings", Annotated[list[str], FailFast(), BeforeValidator(_listed, json_schema_input_type=str | list[str])]
+)
+RequestIds = TypeAliasType(
+    "RequestIds",
+    Annotated[
+        list[RequestId], FailFast(), BeforeValidator(_listed, json_schema_input_type=RequestId | list[RequestId])
+    ],
+)
+LogitBias = Annotated[dict[str, float], PlainValidator(_bias, json_schema_input_type=dict[str, float])]
+Prompts = Annotated[
+    str | list[str] | list[int] | list[list[int]],
+    PlainValidator(_prompt, json_schema_input_type=str | list[str] | list[TokenId] | list[list[TokenId]]),
+]
+
+_IDS = TypeAdapter(TokenIds)
+_TEXTS = TypeAdapter(Annotated[list[Annotated[str, Field(min_length=1)]], FailFast()])
+_BATCH = TypeAdapter(Annotated[list[Annotated[TokenIds, Field(min_length=1)]], FailFast()])

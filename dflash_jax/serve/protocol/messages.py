@@ -1,0 +1,129 @@
+"""The messages of a chat, as chat templates want them: what vLLM makes of them, and its refusals."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from dflash_jax.serve.protocol.errors import APIError, shown
+
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_UNSERVED = {  # keys of a message
+    "function_call": "use tool_calls, which has replaced it",
+    "audio": "give text, this server reads nothing else",
+}
+MESSAGES_SCHEMA = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"type": "string", "minLength": 1},
+            "content": {"type": ["string", "array", "null"], "items": {"type": "object"}},
+            "name": {"type": ["string", "null"]},
+            "reasoning": {"type": ["string", "null"]},
+            "reasoning_content": {"type": ["string", "null"]},
+            "tool_calls": {"type": ["array", "null"], "items": {"type": "object"}},
+            "tool_call_id": {"type": ["string", "null"]},
+        },
+    },
+}
+
+
+def template_messages(messages: Any) -> list[dict[str, Any]]:
+    """Messages for the template, which gets every key that is not null.
+
+    `content` is always a string: parts are joined by newlines, and without content it is empty. Reasoning of an
+    assistant is under both `reasoning` and `reasoning_content`. Arguments of tool calls are decoded.
+
+    Raises:
+        APIError: a message is none.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise APIError(
+            f"messages={shown(messages)} is not allowed: it must be a list of at least one message.", param="messages"
+        )
+    return [_message(message, f"messages.{i}") for i, message in enumerate(messages)]
+
+
+def _message(message: Any, path: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise APIError(f"{path}={shown(message)} is no message: give {{'role': ..., 'content': ...}}.", param=path)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        message_ = f"{path}.role={shown(role)} is not allowed: it must be a string such as 'user' or 'assistant'."
+        raise APIError(message_, param=f"{path}.role")
+    for key, advice in _UNSERVED.items():
+        if message.get(key):
+            raise APIError(f"{path}.{key} is not supported: {advice}.", param=f"{path}.{key}")
+    kept = {key: value for key, value in message.items() if value is not None and key not in _UNSERVED}
+    kept["content"] = _content(message.get("content"), f"{path}.content")
+    for key in ("name", "tool_call_id", "reasoning", "reasoning_content"):
+        if not isinstance(kept.get(key, ""), str):
+            message_ = f"{path}.{key}={shown(kept[key])} is not allowed: it must be a string."
+            raise APIError(message_, param=f"{path}.{key}")
+    reasoning = kept.get("reasoning", kept.get("reasoning_content"))
+    if role == "assistant" and reasoning is not None:
+        kept["reasoning"] = kept["reasoning_content"] = reasoning
+    calls = kept.pop("tool_calls", None)
+    if calls is not None and not isinstance(calls, list):
+        message_ = f"{path}.tool_calls={shown(calls)} is not allowed: it must be a list of calls."
+        raise APIError(message_, param=f"{path}.tool_calls")
+    if calls:
+        kept["tool_calls"] = [_tool_call(call, f"{path}.tool_calls.{i}") for i, call in enumerate(calls)]
+    return kept
+
+
+def _content(content: Any, path: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(_part(part, f"{path}.{i}") for i, part in enumerate(content))
+    raise APIError(f"{path}={shown(content)} is not allowed: it must be a text, or a list of parts.", param=path)
+
+
+def _part(part: Any, path: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise APIError(f"{path}={shown(part)} is no part: give {{'type': 'text', 'text': ...}}.", param=path)
+    kind = part.get("type") or "text"
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+        raise APIError(
+            f"{path}.type={shown(kind)} is not supported: give parts of type 'text', this server reads nothing else.",
+            param=f"{path}.type",
+        )
+    text = part.get(TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        name = f"{path}.{TEXT_PARTS[kind]}"
+        raise APIError(f"{name}={shown(text)} is not allowed: it must be a string.", param=name)
+    return text
+
+
+def _tool_call(call: Any, path: str) -> dict[str, Any]:
+    """A call with its arguments decoded, as templates expect them; as in vLLM, no arguments are `{}`."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise APIError(
+            f"{path}={shown(call)} is no tool call: "
+            "give {'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': '...'}}.",
+            param=path,
+        )
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise APIError(
+                f"{path}.function.arguments={shown(arguments)} is not valid JSON ({error}); correct it.",
+                param=f"{path}.function.arguments",
+            ) from error
+    if not isinstance(arguments, dict | list):
+        raise APIError(
+            f"{path}.function.arguments={shown(arguments)} is not allowed: it must be the text of a JSON object.",
+            param=f"{path}.function.arguments",
+        )
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,44 @@
+"""The page at `/`: a chat that shows speculation at work."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+FOLDER = Path(__file__).parent.parent / "page"
+FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+# Everything comes from this server, and nothing that a model says can run.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def page_router() -> APIRouter:
+    """The files of the page, and no others."""
+    router = APIRouter(include_in_schema=False)
+    for path, (name, media_type) in FILES.items():
+        router.add_api_route(path, _sender(FOLDER / name, media_type), methods=["GET"], response_model=None)
+    return router
+
+
+def _sender(path: Path, media_type: str) -> Callable[[], Awaitable[Response]]:
+    content = path.read_bytes()
+
+    async def send() -> Response:
+        return Response(content, media_type=media_type, headers=HEADERS)
+
+    return send

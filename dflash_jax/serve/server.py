@@ -1,0 +1,156 @@
+"""`python -m dflash_jax.serve`: loads the text side, listens, and runs until told to stop."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from dflash_jax.config import read_json
+from dflash_jax.core import SamplingParams
+from dflash_jax.errors import ConfigError, DFlashError
+from dflash_jax.frontend import resolve_folders
+from dflash_jax.renderer import GENERATION_FIELDS, Renderer
+from dflash_jax.serve.app import create_app
+from dflash_jax.serve.args import ServeArgs, parse_args
+from dflash_jax.serve.client import EngineClient
+from dflash_jax.serve.http_protocol import bounded_protocol
+from dflash_jax.serve.messages import Start
+from dflash_jax.serve.metrics import Metrics
+from dflash_jax.serve.state import ServerState, sampling_defaults
+
+LOG_FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
+logger = logging.getLogger(__name__)
+
+
+class Server(uvicorn.Server):
+    """Drains at a first signal, SIGINT or SIGTERM, and stops at once at a second."""
+
+    def __init__(self, config: uvicorn.Config, client: EngineClient):
+        super().__init__(config)
+        self._client = client
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Of a signal."""
+        if self.should_exit:
+            self.force_exit = True
+            self._client.kill()
+        self.should_exit = True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve; returns the exit status."""
+    args = parse_args(arguments)
+    logging.basicConfig(level=args.log_level.upper(), format=LOG_FORMAT)
+    try:
+        listener = listen(args)
+        state = make_state(args)
+    except DFlashError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return serve(state, listener)
+
+
+def make_state(args: ServeArgs) -> ServerState:
+    """The server's parts; the engine has not been started.
+
+    Raises:
+        CheckpointError: the model, or its tokenizer, cannot be read.
+        ConfigError: the sampling defaults are not allowed.
+    """
+    folder, draft_folder = resolve_folders(args.model, args.draft_model)
+    renderer = Renderer(folder)
+    generation_config = renderer.generation_config
+    if args.generation_config not in ("auto", "vllm"):
+        generation_config = read_json(Path(args.generation_config) / "generation_config.json")
+    defaults = sampling_defaults(generation_config, args)
+    try:
+        SamplingParams(**{name: defaults[name] for name in GENERATION_FIELDS if name in defaults})
+    except DFlashError as error:
+        raise ConfigError(f"the sampling defaults of the generation config are not allowed: {error}") from error
+    start = Start(
+        model=str(folder),
+        draft_model=None if draft_folder is None else str(draft_folder),
+        args=asdict(args.engine),
+        log_level=args.log_level,
+    )
+    client = EngineClient(start, restarts=args.restart_engine)
+    metrics = Metrics(lambda: client.stats, prefix=args.metrics_prefix, model=args.served_model_name[0])
+    return ServerState(args, renderer, client, metrics, defaults)
+
+
+def listen(args: ServeArgs) -> socket.socket:
+    """A socket that listens, before anything that takes time: a port in use is told at once.
+
+    Raises:
+        ConfigError: nobody can listen there.
+    """
+    try:
+        if args.uds is not None:
+            if Path(args.uds).is_socket():  # of a server that has not cleaned up
+                Path(args.uds).unlink()
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(args.uds)
+        else:
+            family, _, _, _, address = socket.getaddrinfo(
+                args.host, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        place = args.uds or f"{args.host}:{args.port}"
+        raise ConfigError(f"cannot listen at {place} ({error}); choose another --host, --port or --uds.") from error
+    return listener
+
+
+def url_of(args: ServeArgs, listener: socket.socket) -> str:
+    """Where the server is found."""
+    if args.uds is not None:
+        return f"unix:{args.uds}"
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if args.ssl_certfile is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{args.root_path}"
+
+
+def serve(state: ServerState, listener: socket.socket) -> int:
+    """Serve until told to stop; returns the exit status."""
+    args = state.args
+    url = url_of(args, listener)
+
+    def on_change() -> None:
+        if state.client.failed_at_start is not None:
+            server.should_exit = True
+        elif state.client.ready is not None:
+            logger.info("serving %s at %s", state.model, url)
+
+    config = uvicorn.Config(
+        create_app(state, on_change),
+        http=bounded_protocol(args.limits),
+        loop="uvloop",
+        ws="none",
+        log_config=None,
+        log_level=args.log_level,
+        access_log=args.enable_log_requests,
+        server_header=False,
+        limit_concurrency=args.limits.max_concurrent_requests,
+        timeout_graceful_shutdown=int(args.shutdown_timeout),
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+    )
+    server = Server(config, state.client)
+    logger.info("listening at %s; the engine is starting", url)
+    server.run(sockets=[listener])
+    failure = state.client.failed_at_start
+    if failure is not None:
+        print(f"error: {failure.message}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,115 @@
+"""Server-sent events, and noticing that a client has left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from dflash_jax.serve.protocol import error_body, of_exception
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+CLOSED_REQUEST = 499  # nobody reads it; what logs show of a client that has left
+Result = TypeVar("Result")
+Events = AsyncGenerator[bytes, None]
+logger = logging.getLogger(__name__)
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """A JSON object as a server-sent event."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON answer."""
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+async def guarded(events: Events) -> Events:
+    """The same events; an exception ends them with one of its own, since the status has long been sent."""
+    try:
+        async for each in events:
+            yield each
+    except Exception as error:
+        told = of_exception(error)
+        if told.status == 500:
+            logger.exception("a stream has failed")
+        yield event(error_body(told))
+        yield DONE
+    finally:
+        await events.aclose()
+
+
+class EventStream(StreamingResponse):
+    """Answers with events. A client that leaves closes their generator, which aborts what runs for it."""
+
+    def __init__(self, events: Events, headers: dict[str, str] | None = None):
+        self._events = guarded(events)
+        no_buffers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(self._events, headers=no_buffers | (headers or {}), media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+
+
+async def started(events: Events, patience: float = 1.0) -> Events:
+    """Events whose first has come, or that have kept us waiting: what is refused at once gets a status of its own.
+
+    Raises:
+        Exception: whatever kept the first event from coming.
+    """
+    first = asyncio.ensure_future(anext(events, None))
+    try:
+        await asyncio.wait({first}, timeout=patience)
+        if first.done():
+            first.result()
+    except BaseException:
+        first.cancel()
+        raise
+
+    async def whole() -> Events:
+        try:
+            if (event := await first) is not None:
+                yield event
+            async for each in events:
+                yield each
+        finally:
+            if not first.done():
+                first.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await first
+            await events.aclose()
+
+    return whole()
+
+
+async def unless_left(request: Request, answer: Awaitable[Result]) -> Result | Response:
+    """The answer, cancelled when its client leaves."""
+    task = asyncio.ensure_future(answer)
+    leaving = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else Response(status_code=CLOSED_REQUEST)
+    finally:
+        leaving.cancel()
+        if not task.done():
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
