@@ -63,7 +63,8 @@ class AsyncLLM:
     Args:
         model: a folder, or a Hugging Face Hub id, of a Qwen3 or Llama model; None serves the embedded pair.
         draft_model: the same of its DFlash drafter; None decodes one token a pass.
-        options: see `EngineArgs`; unless told otherwise, steps are compiled at start and the queue is bounded.
+        options: see `EngineArgs`; unless told otherwise, accelerators compile every step at start, and the queue is
+            bounded.
 
     Raises:
         ConfigError: an unknown architecture, a drafter that does not fit, or an unknown or impossible option.
@@ -71,7 +72,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | Path | None = None, draft_model: str | Path | None = None, **options: Any):
-        args = EngineArgs.of({"compile_at_start": True, "max_num_queued_seqs": MOST_QUEUED} | options)
+        args = EngineArgs.of({"compile_at_start": None, "max_num_queued_seqs": MOST_QUEUED} | options)
         self.frontend, self.engine = load(model, draft_model, args)
         self.config, self.tokenizer = self.engine.config, self.frontend.tokenizer
         self._thread = EngineThread(self.engine)

@@ -29,6 +29,7 @@ class EngineArgs:
         gpu_memory_utilization: share of the device's memory for parameters and KV cache.
         kv_cache_memory_bytes: memory for the KV cache of all devices together; overrides the share.
         compile_at_start: compile every step before the first request; otherwise each is compiled when first needed.
+            None does so on accelerators, where programs are kept over restarts.
         seed: of the seeds drawn for requests that bring none; None makes every run differ.
     """
 
@@ -45,7 +46,7 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
-    compile_at_start: bool = False
+    compile_at_start: bool | None = False
     seed: int | None = 0
 
     @staticmethod

@@ -38,7 +38,7 @@ class EngineConfig:
     enable_prefix_caching: bool
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | None  # None: what the device has left
-    compile_at_start: bool
+    compile_at_start: bool | None  # None: on accelerators
 
     @staticmethod
     def of(args: EngineArgs, target: TargetConfig, draft: DraftConfig | None) -> EngineConfig:
@@ -53,8 +53,9 @@ class EngineConfig:
         if not 0 < args.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization={args.gpu_memory_utilization!r} must be in (0, 1].")
         for name in ("enable_prefix_caching", "compile_at_start"):
-            if not isinstance(getattr(args, name), bool):
-                raise ConfigError(f"{name}={getattr(args, name)!r} must be True or False.")
+            value = getattr(args, name)
+            if not (isinstance(value, bool) or (name == "compile_at_start" and value is None)):
+                raise ConfigError(f"{name}={value!r} must be True or False.")
         stored = compute.name if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
         resolved = EngineConfig(
             dtype=compute,

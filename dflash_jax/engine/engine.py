@@ -57,7 +57,7 @@ class InFlight:
         emitted: tokens of a round, or the first tokens behind prompts.
         length: tokens that a round verified; 0 for a prefill.
         batch: rows that a round was padded to.
-        is_timed: whether nothing but a round stands before it on the device.
+        is_timed: whether nothing but a round stands before it on the device, and nothing was compiled for it.
     """
 
     running: Seq[Running | None]
@@ -104,7 +104,7 @@ class Engine:
         self._emissions = EmissionCounts()
         self._make_state()
         self._compiled_at_start = compile_counter().count
-        if config.compile_at_start:
+        if mesh.is_accelerator if config.compile_at_start is None else config.compile_at_start:
             self.compile()
 
     def compile(self) -> None:
@@ -281,7 +281,7 @@ class Engine:
 
     def _enqueue_round(self, rounds: list[Running]) -> list[Sequence]:
         """Draft, verify and commit; returns the sequences that changed on the way."""
-        rows = self.shapes.batch(len(rounds))
+        rows, compiled = self.shapes.batch(len(rounds)), compile_counter().count
         length = self._round_length(rounds, rows)
         tables = tables_of(self.scheduler, rounds, rows, self._table_width(rounds))
         block = None
@@ -298,7 +298,8 @@ class Engine:
         emitted = self._commit(rounds, rows, hidden, block)
         for running in rounds:
             running.in_flight += 1
-        self._push(InFlight(rounds, emitted, length, rows, is_timed=not self._follows_prefill))
+        is_timed = not self._follows_prefill and compile_counter().count == compiled
+        self._push(InFlight(rounds, emitted, length, rows, is_timed))
         self._follows_prefill = False
         return changed
 

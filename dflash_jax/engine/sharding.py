@@ -39,6 +39,11 @@ class Mesh:
             )
         )
 
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether its devices are not the host's own processors."""
+        return self.mesh.devices.flat[0].platform != "cpu"
+
     def place(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
         """Split an array on its first letter that can be split evenly; else keep it whole on every device."""
         size = self.mesh.size

@@ -19,7 +19,7 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.serve.flag_values import Number, json_object
 from dflash_jax.serve.flags import Parser, build_parser
 
-SERVER_ENGINE = EngineArgs(compile_at_start=True, max_num_queued_seqs=4096)
+SERVER_ENGINE = EngineArgs(compile_at_start=None, max_num_queued_seqs=4096)
 EMBEDDED_NAME = "dflash-embedded"  # what requests call the embedded pair
 FLAG = re.compile(r"-[^\d\s][^\s]*")  # what argparse would never take as a value
 
@@ -60,7 +60,7 @@ class ServeArgs:
     Attributes:
         model: folder or Hub id of the target; None is the embedded pair.
         draft_model: the same of the drafter; None is the embedded pair's, or none.
-        engine: the engine's options; steps are compiled at start and the queue is bounded.
+        engine: the engine's options; accelerators compile every step at start, and the queue is bounded.
         served_model_name: names of the model in requests; answers have the first.
         host: address to listen on.
         port: TCP port to listen on; 0 takes a free one.

@@ -125,7 +125,7 @@ ACCEPTED = [
     ("--gpu-memory-utilization 0.5", "gpu_memory_utilization", 0.5),
     ("--mem-fraction-static 1", "gpu_memory_utilization", 1.0),
     ("--kv-cache-memory-bytes 2G", "kv_cache_memory_bytes", 2**31),
-    ("", "compile_at_start", True),
+    ("", "compile_at_start", None),
     ("--no-compile-at-start --compile-at-start", "compile_at_start", True),
     ("--no-compile-at-start", "compile_at_start", False),
     ("--seed -7", "seed", -7),
@@ -214,7 +214,7 @@ def test_every_name_of_a_flag_is_tried():
 
 def test_no_arguments_are_the_defaults():
     assert parse_args([]) == ServeArgs()
-    assert EngineArgs(compile_at_start=True, max_num_queued_seqs=4096) == SERVER_ENGINE
+    assert EngineArgs(compile_at_start=None, max_num_queued_seqs=4096) == SERVER_ENGINE
 
 
 def test_vllm_and_sglang_say_the_same():

@@ -26,6 +26,7 @@ from dflash_jax.serve.protocol import (
     unknown_fields,
     validation_error,
 )
+from dflash_jax.serve.protocol.errors import shown
 from tests.serve.test_protocol import HI, LIMITS
 
 MODELS = [ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, GenerateRequest]
@@ -77,6 +78,15 @@ def test_body():
     assert APIError("no.", 503).type == "ServiceUnavailableError"
     assert (APIError("no.", 422).type, APIError("no.", 507).type) == ("BadRequestError", "InternalServerError")
     assert APIError("no.", 400, type="UnprocessableEntityError").type == "UnprocessableEntityError"
+
+
+def test_whatever_is_said_is_short_and_encodable():
+    error = APIError("a\ud800" + "b" * 10**6, param="\udfff" + "c" * 10**6)
+    assert len(msgspec.json.encode(error_body(error))) < 11_000
+    assert error.message.startswith("a\\ud800b")
+    assert error.param.startswith("\\udfffc")
+    assert shown("a") == "'a'"
+    assert len(shown([["x" * 300] * 9] * 9)) == 200
 
 
 @pytest.mark.parametrize(
@@ -192,6 +202,7 @@ def test_huge_bodies_make_small_errors(name):
     for value in HUGE[name]:
         body = {**MINIMAL[ChatCompletionRequest], name: value}
         error = refusal(ChatCompletionRequest, body)
+        assert "more errors" not in error.message
         assert len(msgspec.json.encode(error_body(error))) < 2_000
 
 

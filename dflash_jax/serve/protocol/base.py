@@ -133,7 +133,7 @@ def _bias(value: Any, info: ValidationInfo) -> Any:
             f"{info.field_name}={shown(value)} is not allowed: it must map token ids to numbers.", param=info.field_name
         )
     for token, bias in value.items():
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+        if not isinstance(bias, int | float) or not -100 <= bias <= 100:
             message = f"{info.field_name}[{shown(token)}]={shown(bias)} is not allowed: it must be in [-100, 100]."
             raise APIError(message, param=info.field_name)
     return value

@@ -37,17 +37,20 @@ class Chat:
 
     @property
     def reasons(self) -> bool:
-        """Whether reasoning is told apart. A text that obeys a grammar has none: the grammar begins with the text."""
-        constrained = self.job.params[0].structured_outputs is not None
-        return bool(self.state.args.reasoning_parser) and self.body.separate_reasoning and not constrained
+        """Whether reasoning is told apart.
+
+        A grammar begins with the text, so where it rules, what the template has opened holds no reasoning.
+        """
+        begins, is_constrained = prompt_reasoning(self.prompt), self.job.params[0].structured_outputs is not None
+        may_reason = begins is None or (begins and not is_constrained)
+        return bool(self.state.args.reasoning_parser) and self.body.separate_reasoning and may_reason
 
     def parser(self) -> OutputParser:
         """A parser for one choice."""
-        begins = prompt_reasoning(self.prompt)
         return OutputParser(
-            self.state.args.reasoning_parser if self.reasons and begins is not False else None,
+            self.state.args.reasoning_parser if self.reasons else None,
             self.state.args.tool_call_parser if self.body.tools else None,
-            starts_in_reasoning=bool(begins),
+            starts_in_reasoning=bool(prompt_reasoning(self.prompt)),
             **self.body.parser_options(),
         )
 

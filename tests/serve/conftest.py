@@ -1,0 +1,22 @@
+"""One server for all tests that leave it as they found it."""
+
+import pytest
+
+from tests.serve.live import serving
+
+FLAGS = (
+    "--max-num-seqs=4",
+    "--enable-auto-tool-choice",
+    "--tool-call-parser=hermes",
+    "--reasoning-parser=qwen3",
+    "--enable-prompt-tokens-details",
+    "--enable-request-id-headers",
+)
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory):
+    """The embedded pair, served."""
+    with serving(tmp_path_factory.mktemp("live"), *FLAGS) as server:
+        yield server
+        server.wait_until(server.is_idle)
