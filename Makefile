@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 INSTALL := $(PYTHON) -m pip install --quiet --editable
 
-.PHONY: test test-gpu demo parity lint format install clean
+.PHONY: serve test test-gpu demo parity lint format install browser clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON_BASE) -m venv $(VENV)
@@ -13,9 +13,18 @@ $(VENV)/.installed: pyproject.toml
 
 install: $(VENV)/.installed
 
+## Serve the embedded pair at http://127.0.0.1:8000; FLAGS adds what `python -m dflash_jax.serve --help` lists.
+serve: install
+	$(PYTHON) -m dflash_jax.serve $(FLAGS)
+
 ## Lint, type-check and run the test suite (no GPU, no torch).
-test: install lint
+test: install lint browser
 	$(PYTHON) -m pytest --numprocesses 2
+
+# The server's page is tested in a real browser, which no Python package brings along.
+browser:
+	@command -v chromium >/dev/null || { apt-get update && apt-get install --yes chromium; } >/dev/null 2>&1 \
+		|| echo "there is no chromium and it could not be installed: tests of the page will be skipped"
 
 lint: install
 	$(PYTHON) -m ruff check .
