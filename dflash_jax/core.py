@@ -97,6 +97,8 @@ class SamplingParams:
             Kept as pairs in the order of the ids.
         allowed_token_ids: the only tokens that may be chosen; None allows all.
         structured_outputs: what the text must look like.
+        reasoning_token_ids: (start, end) of reasoning that `structured_outputs` leaves alone: it may begin the output,
+            and what follows its end must obey. Start None: the prompt has begun it.
         include_stop_str_in_output: keep the stop string in the text.
         ignore_eos: do not end at the model's end-of-sequence tokens.
         max_tokens: most tokens to emit; None means up to `max_model_len`.
@@ -125,6 +127,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     allowed_token_ids: Sequence[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    reasoning_token_ids: tuple[int | None, int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16
@@ -137,8 +140,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words"):
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _as_tuple(self.allowed_token_ids))
+        for name in ("allowed_token_ids", "reasoning_token_ids"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         _check(self, _SAMPLING)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -359,6 +363,10 @@ _SAMPLING = {
     ),
     "structured_outputs": _Allowed(
         "None or a StructuredOutputsParams", lambda v: v is None or isinstance(v, StructuredOutputsParams)
+    ),
+    "reasoning_token_ids": _Allowed(
+        "None or a pair of token ids, of which the first may be None",
+        lambda v: v is None or (len(v) == 2 and (v[0] is None or _is_token(v[0])) and _is_token(v[1])),
     ),
     "include_stop_str_in_output": _BOOLEAN,
     "ignore_eos": _BOOLEAN,

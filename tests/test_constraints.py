@@ -171,6 +171,58 @@ def test_rounds_of_drafts_are_masked_as_single_tokens_are(models, constraints, k
         check(tokenizer.decode(tokens[:-1]))
 
 
+OPENS, CLOSES = 900, 901  # tokens that the grammar below never allows
+
+
+def masks_token_by_token(constraint, tokens, vocab_size):
+    found = []
+    for token in tokens:
+        row = blank(1, vocab_size)
+        constraint.fill(row, [])
+        found.append(row[0])
+        constraint.accept([token])
+    return found
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    thoughts=st.none() | st.lists(st.sampled_from([OPENS, 5, 7]), max_size=6),
+    starts_open=st.booleans(),
+    block=st.integers(1, 8),
+)
+def test_reasoning_is_left_alone(models, constraints, thoughts, starts_open, block):
+    """Whatever is thought, up to its end; then the grammar, wherever blocks cut."""
+    tokenizer, vocab_size, _ = models["exact"]
+    structured = StructuredOutputsParams(choice=["ab", "ba"])
+    reasoning = (None if starts_open else OPENS, CLOSES)
+    params = SamplingParams(structured_outputs=structured, reasoning_token_ids=reasoning)
+    answer = tokenizer.hf.encode("ab", add_special_tokens=False)
+    if thoughts is None and not starts_open:
+        before = []
+    else:
+        before = [*([] if starts_open else [OPENS]), *(thoughts or []), CLOSES]
+    text = [*before, *answer]
+
+    ruled = masks_token_by_token(constraints["exact"].of(asked(choice=["ab", "ba"])), answer, vocab_size)
+    expected = [blank(1, vocab_size)[0] for _ in before] + ruled
+    if not starts_open:  # where reasoning or the answer may begin, nothing else may
+        expected[0] = ruled[0].copy()
+        expected[0][OPENS // 32] |= np.uint32(1 << OPENS % 32)
+    single = constraints["exact"].of(params)
+    np.testing.assert_array_equal(masks_token_by_token(single, text, vocab_size), expected)
+    assert single.is_complete
+
+    constraint = constraints["exact"].of(params)
+    for start in range(0, len(text), block):
+        drafts = text[start : start + block]
+        rows = blank(block + 1, vocab_size)
+        constraint.fill(rows, drafts)
+        constraint.accept(drafts)
+        np.testing.assert_array_equal(rows[: len(drafts)], expected[start : start + block])
+    assert constraint.error is None
+    assert constraint.is_complete
+
+
 @pytest.mark.parametrize("model", ["padded", "exact", "short"])
 def test_every_end_and_no_padding(models, constraints, model):
     tokenizer, vocab_size, ends = models[model]

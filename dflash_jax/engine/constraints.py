@@ -104,16 +104,42 @@ class GrammarConstraint:
     Args:
         matcher: at the beginning of the text.
         vocabulary: of matcher and model.
+        reasoning: of `SamplingParams`: what the grammar does not see.
     """
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary):
+    def __init__(
+        self, matcher: LLMatcher, vocabulary: Vocabulary, reasoning: tuple[int | None, int] | None = None
+    ) -> None:
         self.matcher = matcher
         self.vocabulary = vocabulary
+        self._opens: int | None
+        self._closes: int | None
+        self._opens, self._closes = reasoning or (None, None)
+        self._is_open = reasoning is not None and self._opens is None  # whether the text so far ends in reasoning
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing but the end may follow."""
-        return self.matcher.is_stopped()
+        return not self._is_open and self.matcher.is_stopped()
+
+    def ruled(self, rows: Rows, drafts: list[int]) -> list[tuple[Rows, list[int]]]:
+        """The parts of a block's rows that the grammar rules, each with its drafts; the others are reasoning."""
+        if self._is_open:
+            return self._behind_reasoning(rows, drafts)
+        if self._opens is not None and drafts[:1] == [self._opens]:
+            return [(rows[:1], []), *self._behind_reasoning(rows[1:], drafts[1:])]
+        return [(rows, drafts)]
+
+    def _behind_reasoning(self, rows: Rows, drafts: list[int]) -> list[tuple[Rows, list[int]]]:
+        if self._closes not in drafts:
+            return []
+        first = drafts.index(self._closes) + 1  # the drafts are fewer than the rows, so it is one of them
+        return [(rows[first:], drafts[first:])]
+
+    def let_open(self, row: Rows) -> None:
+        """Let reasoning begin in the first row of a block, if it may begin there."""
+        if self._opens is not None:
+            row[self._opens // 32] |= np.uint32(1 << self._opens % 32)
 
     @property
     def error(self) -> str | None:
@@ -125,6 +151,10 @@ class GrammarConstraint:
         for token in tokens:
             if self.is_complete:
                 return
+            opens, self._opens = self._opens, None
+            if self._is_open or token == opens:
+                self._is_open = token != self._closes
+                continue
             self.matcher.consume_token(self.vocabulary.read(token))
 
 
@@ -185,7 +215,8 @@ class Constraints:
         """
         grammar = bad_words = None
         if params.structured_outputs is not None:
-            grammar = GrammarConstraint(self._matcher(params.structured_outputs).deep_copy(), self._vocabulary)
+            matcher = self._matcher(params.structured_outputs).deep_copy()
+            grammar = GrammarConstraint(matcher, self._vocabulary, params.reasoning_token_ids)
         if words := self._bad_word_tokens(params.bad_words):
             bad_words = BadWords(words)
         return None if grammar is bad_words is None else Constraint(grammar, bad_words)
@@ -274,20 +305,25 @@ def _fill_grammars(batch: Sequence[tuple[GrammarConstraint, Rows, Sequence[int]]
     with_drafts, without, filled = [], [], []
     start = 0
     for grammar, rows, drafts in batch:
-        # An id that is no token would break the matcher for good; rows behind one are not wanted.
-        known = [*takewhile(lambda d: 0 <= d < num_tokens, drafts[: len(rows) - 1])]
-        if known:
-            with_drafts.append((grammar.matcher, start, known))
-        else:
-            without.append((grammar.matcher, start))
-        filled.append(masks[start : start + len(rows)])
-        start += len(rows)
+        for number, (ruled, behind) in enumerate(grammar.ruled(rows, list(drafts[: len(rows) - 1]))):
+            # An id that is no token would break the matcher for good; rows behind one are not wanted.
+            known = [*takewhile(lambda d: 0 <= d < num_tokens, behind)]
+            matcher = grammar.matcher.deep_copy() if number else grammar.matcher  # none may be filled from twice
+            if known:
+                with_drafts.append((matcher, start, known))
+            else:
+                without.append((matcher, start))
+            filled.append((grammar, ruled, masks[start : start + len(ruled)], number == 0))
+            start += len(ruled)
     if with_drafts:  # llguidance refuses lists of none, of drafts as of sequences
         fill_next_token_bitmask_par_with_draft_tokens(_executor(), with_drafts, masks.view(np.int32))
     if without:
         fill_next_token_bitmask_par(_executor(), without, masks.view(np.int32))
-    for (grammar, rows, _), found in zip(batch, filled, strict=True):
-        rows &= grammar.vocabulary.masks_of_model(found)
+    for grammar, ruled, mask, is_first in filled:
+        found = grammar.vocabulary.masks_of_model(mask)
+        if is_first:
+            grammar.let_open(found[0])
+        ruled &= found
 
 
 @cache
