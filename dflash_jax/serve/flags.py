@@ -247,7 +247,8 @@ def _engine(add: Add) -> None:
         help="memory for the KV cache of all devices together, instead of the share",
         unset="none: what the share leaves",
     )
-    add("--compile-at-start", action=SWITCH, help="compile every step before the first request, not when first needed")
+    at_start = "compile every step before the first request, not when first needed"
+    add("--compile-at-start", action=SWITCH, help=at_start, unset="on, but off on CPUs")
     seed = Number(-(2**63), 2**63 - 1, or_none=True)
     random = "of the seeds drawn for requests that bring none; none makes every run differ"
     add("--seed", "--random-seed", type=seed, metavar="N", help=random)
