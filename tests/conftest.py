@@ -1,14 +1,17 @@
 """Tests run on 4 virtual CPU devices; with DFLASH_TEST_GPU=1 on the GPUs of the machine, `gpu` tests included."""
 
 import os
+from pathlib import Path
 
 ON_GPU = os.environ.get("DFLASH_TEST_GPU") == "1"
 if not ON_GPU:  # before the first import of jax: a device count cannot be changed later
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 os.environ["HF_HUB_OFFLINE"] = "1"
-
-from pathlib import Path
+# Most of the suite's time goes into compiling, and much of it is compiled more than once: by other modules, by the
+# other worker, by servers that tests start, and by the next run.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import jax
 import pytest

@@ -13,7 +13,7 @@ from tests.pairs import BYTE_VOCABULARY, DRAFT, EOS, MASK, TARGET, prompt, write
 
 def mixed_params(rng):
     kind = rng.randrange(8)
-    common = {"max_tokens": rng.randint(1, 24), "ignore_eos": rng.random() < 0.5}
+    common = {"max_tokens": rng.randint(1, 24), "ignore_eos": rng.random() < 0.5, "speculation": rng.random() < 0.7}
     return SamplingParams(
         **common,
         **[
@@ -86,7 +86,7 @@ def test_shapes_hold_what_comes(adaptive, max_num_batched_tokens):
     )
     assert shapes.batches == (1, 2, 4, 8, 12)
     assert shapes.tables == (8, 64, 641)
-    assert shapes.lengths == ((1, 4, 8, 16) if adaptive else (16,))
+    assert shapes.lengths == ((1, 4, 8, 16) if adaptive else (1, 16))
     assert [shapes.batch(n) for n in (1, 3, 12)] == [1, 4, 12]
     assert [shapes.table(n) for n in (1, 9, 65, 641)] == [8, 64, 641, 641]
     known = set(shapes.prefills())

@@ -195,6 +195,8 @@ ABSENT = {
         "structured-outputs-config guided-decoding-backend grammar-backend": "structured outputs are llguidance's; "
         "leave it out",
         "enable-chunked-prefill": "prompts are always processed in chunks; give their size as --max-num-batched-tokens",
+        "async-scheduling enable-overlap-schedule disable-overlap-schedule": "the host is always one round behind; "
+        "leave it out",
         "scheduling-policy schedule-policy": "requests are served as they come; leave it out",
         "speculative-num-steps speculative-eagle-topk speculative-dflash-block-size": "a drafter drafts its whole "
         "block in one pass; give --num-speculative-tokens to verify less of it",

@@ -166,8 +166,8 @@ def root_path(text: str) -> str:
 
 def metrics_prefix(text: str) -> str:
     """The beginning of Prometheus names."""
-    if not re.fullmatch("[a-zA-Z_:][a-zA-Z0-9_:]*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} must be letters, digits, _ and :, with no digit first, as in vllm:")
+    if not re.fullmatch("[a-zA-Z_:]([a-zA-Z0-9_:]*[_:])?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be letters, digits, _ and :, and end in _ or :, as in vllm:")
     return text
 
 

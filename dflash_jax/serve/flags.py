@@ -325,7 +325,8 @@ def _answers(add: Add) -> None:
     )
     add("--sse-keep-alive-interval", type=SECONDS_OR_ZERO, metavar="SECONDS", help=alive)
     add("--enable-request-id-headers", action=SWITCH, help="answer with the header X-Request-Id")
-    add("--enable-prompt-tokens-details", action=SWITCH, help="tell in usage how much of a prompt was cached")
+    cached = "tell in usage how much of a prompt was cached"
+    add("--enable-prompt-tokens-details", "--enable-cache-report", action=SWITCH, help=cached)
     add("--enable-force-include-usage", action=SWITCH, help="send usage in streams that did not ask for it")
     levels = ("none", "summary", "detailed")
     spec = "what answers tell of their speculation; detailed has every round"
