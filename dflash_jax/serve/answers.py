@@ -19,6 +19,7 @@ from dflash_jax.serve.usage import drafted_flags, metrics_of, usage_of
 
 logger = logging.getLogger(__name__)
 Body = ChatCompletionRequest | CompletionRequest
+LONGEST_ID = 256  # characters; what the field request_id may have
 
 
 def new_job(
@@ -29,7 +30,8 @@ def new_job(
     Raises:
         APIError: 400, a prompt leaves no room.
     """
-    client_id = body.given_id or request.headers.get("x-request-id") or uuid.uuid4().hex
+    header = request.headers.get("x-request-id", "")[:LONGEST_ID]
+    client_id = body.given_id or header or uuid.uuid4().hex
     fitted = [
         fit_prompt(
             token_ids,
@@ -43,7 +45,7 @@ def new_job(
         logger.debug("fields that nothing is known about: %s", ", ".join(unknown)[:1000])
     return Job(
         id=f"{prefix}-{client_id}",
-        client_id=client_id,
+        client_ids=[client_id] * len(fitted),
         prompts=fitted,
         params=[params] * len(fitted),
         cache_salt=body.cache_salt,
@@ -66,8 +68,9 @@ def log_request(state: ServerState, job: Job, prompt: str | None) -> None:
 
 def headers_of(state: ServerState, job: Job) -> dict[str, str]:
     """Headers of an answer."""
-    is_sayable = job.client_id.isascii() and job.client_id.isprintable()
-    return {"x-request-id": job.client_id} if state.args.enable_request_id_headers and is_sayable else {}
+    (client_id, *_) = job.client_ids
+    is_sayable = client_id.isascii() and client_id.isprintable()
+    return {"x-request-id": client_id} if state.args.enable_request_id_headers and is_sayable else {}
 
 
 def costs(state: ServerState, job: Job, *, reasons: bool = False) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -155,6 +155,11 @@ class _EngineCollector(Collector):
         yield by_position
 
 
+def _counts(before: EngineStats, now: EngineStats) -> dict[str, int]:
+    """How many events of each kind there were between two states of an engine."""
+    return {name: getattr(now, name) - getattr(before, name) for name, _ in COUNTERS.values()}
+
+
 async def log_stats(stats: Callable[[], EngineStats], interval: float) -> None:
     """Log throughput and acceptance every `interval` seconds in which anything happened; until cancelled."""
     before, then = stats(), time.perf_counter()
@@ -168,9 +173,10 @@ async def log_stats(stats: Callable[[], EngineStats], interval: float) -> None:
 
 def stats_lines(before: EngineStats, now: EngineStats, seconds: float) -> list[str]:
     """What happened between two states of an engine, in vLLM's words; nothing if nothing did."""
-    if now.num_prompt_tokens < before.num_prompt_tokens:  # another engine, after a restart
+    counts = _counts(before, now)
+    if min(counts.values()) < 0:  # another engine, after a restart: it counts from 0
         before = EngineStats()
-    counts = {f.name: getattr(now, f.name) - getattr(before, f.name) for f in fields(now) if f.type == "int"}
+        counts = _counts(before, now)
     if not (counts["num_prompt_tokens"] or counts["num_generation_tokens"] or now.num_running or now.num_waiting):
         return []
     hits = counts["num_prefix_hits"] / max(counts["num_prefix_queries"], 1)

@@ -33,66 +33,58 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-async def guarded(events: Events) -> Events:
-    """The same events; an exception ends them with one of its own, since the status has long been sent."""
-    try:
-        async for each in events:
-            yield each
-    except Exception as error:
-        told = of_exception(error)
-        if told.status == 500:
-            logger.exception("a stream has failed")
-        yield event(error_body(told))
-        yield DONE
-    finally:
-        await events.aclose()
-
-
 class EventStream(StreamingResponse):
-    """Answers with events. A client that leaves closes their generator, which aborts what runs for it."""
+    """Answers with events. However it ends, and if it never begins, their generator is closed, which aborts what runs.
 
-    def __init__(self, events: Events, headers: dict[str, str] | None = None):
-        self._events = guarded(events)
+    An exception ends the events with one of its own, since the status has long been sent.
+    """
+
+    def __init__(self, first: asyncio.Future[bytes | None], rest: Events, headers: dict[str, str] | None = None):
+        self._first, self._rest = first, rest
+        self._body = self._events()
         no_buffers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(self._events, headers=no_buffers | (headers or {}), media_type="text/event-stream")
+        super().__init__(self._body, headers=no_buffers | (headers or {}), media_type="text/event-stream")
+
+    @classmethod
+    async def of(cls, events: Events, headers: dict[str, str] | None = None, patience: float = 1.0) -> EventStream:
+        """Events whose first has come, or has kept us waiting: what is refused at once gets a status of its own.
+
+        Raises:
+            Exception: whatever kept the first event from coming.
+        """
+        first = asyncio.ensure_future(anext(events, None))
+        try:
+            await asyncio.wait({first}, timeout=patience)
+            if first.done():
+                first.result()
+        except BaseException:
+            first.cancel()
+            raise
+        return cls(first, events, headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them."""
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._events.aclose()
+            await self._body.aclose()
+            self._first.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await self._first
+            await self._rest.aclose()
 
-
-async def started(events: Events, patience: float = 1.0) -> Events:
-    """Events whose first has come, or that have kept us waiting: what is refused at once gets a status of its own.
-
-    Raises:
-        Exception: whatever kept the first event from coming.
-    """
-    first = asyncio.ensure_future(anext(events, None))
-    try:
-        await asyncio.wait({first}, timeout=patience)
-        if first.done():
-            first.result()
-    except BaseException:
-        first.cancel()
-        raise
-
-    async def whole() -> Events:
+    async def _events(self) -> Events:
         try:
-            if (event := await first) is not None:
-                yield event
-            async for each in events:
+            if (first := await self._first) is not None:
+                yield first
+            async for each in self._rest:
                 yield each
-        finally:
-            if not first.done():
-                first.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await first
-            await events.aclose()
-
-    return whole()
+        except Exception as error:
+            told = of_exception(error)
+            if told.status == 500:
+                logger.exception("a stream has failed")
+            yield event(error_body(told))
+            yield DONE
 
 
 async def unless_left(request: Request, answer: Awaitable[Result]) -> Result | Response:

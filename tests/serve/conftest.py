@@ -1,5 +1,6 @@
-"""One server for all tests that leave it as they found it."""
+"""One server for all tests that leave it as they found it, and OpenAI's client of it."""
 
+import openai
 import pytest
 
 from tests.serve.live import serving
@@ -20,3 +21,10 @@ def live(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("live"), *FLAGS) as server:
         yield server
         server.wait_until(server.is_idle)
+
+
+@pytest.fixture(scope="session")
+def client(live):
+    """OpenAI's client of it."""
+    with openai.OpenAI(base_url=f"{live.base}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client

@@ -2,19 +2,14 @@
 
 import json
 import re
-import shutil
 
 import pytest
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="the page's tests drive a browser through playwright")
+pytest.importorskip("playwright.sync_api", reason="the page's tests drive a browser through playwright")
 
-from .page_mock import MARKUP, TIDES, Mock, chunks, pieces, serving  # noqa: E402 - after the skip above
+from .browsing import CHROMIUM, TOKENS, ask, chromium, expect, histogram, pages
+from .page_mock import MARKUP, TIDES, Mock, chunks, pieces, serving
 
-expect = sync_api.expect
-CHROMIUM = shutil.which("chromium")
-# Nothing of the browser's own may leave the machine.
-QUIET = ("quic", "gpu", "background-networking", "component-update", "sync")
-ARGS = ["--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in QUIET)]
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: install Debian's chromium")
 
 # Of every visible element with a text of its own: contrast of its colour with what lies behind it, where below 4.5.
@@ -38,17 +33,12 @@ LOW_CONTRAST = """() => {
     })
     .filter(([ratio]) => ratio < 4.5);
 }"""
-# Of each answer of a turn: the text and the class of every token.
-TOKENS = """(turn) => [...turn.querySelectorAll(".tokens")]
-  .map((tokens) => [...tokens.querySelectorAll("span")].map((span) => [span.textContent, span.className]))"""
 
 
 @pytest.fixture(scope="module")
 def browser():
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -59,27 +49,8 @@ def mock():
 
 @pytest.fixture
 def open_page(browser, mock):
-    """Opens the page; at the end nothing may have left the origin or reached the console but what was refused."""
-    asked, said, contexts = [], [], []
-
-    def open_page(**options):
-        context = browser.new_context(**options)
-        context.set_default_timeout(10_000)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.goto(mock.url)
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert not [url for url in asked if not url.startswith((mock.url, "data:"))]
-    refusals = [words for words in said if words.startswith("Failed to load resource: the server responded")]
-    assert len(refusals) <= mock.refused, refusals
-    assert len(refusals) == len(said), said
+    with pages(browser, mock) as open_page:
+        yield open_page
 
 
 @pytest.fixture
@@ -87,27 +58,10 @@ def page(open_page):
     return open_page()
 
 
-def ask(page, text, wait=True):
-    """Sends by keyboard alone; returns the new turn."""
-    turns = page.locator(".turn").count()
-    page.locator("#prompt").focus()
-    page.keyboard.insert_text(text)
-    page.keyboard.press("Enter")
-    turn = page.locator(".turn").nth(turns)
-    expect(turn).to_be_visible()
-    if wait:
-        expect(page.locator("#go")).to_have_text("Send")
-    return turn
-
-
 def coloured(text, speculation):
     """What the spans of an answer should be."""
     tokens = [token for chunk in chunks(text, speculation) for token in chunk]
     return [[t["text"].lstrip(), "drafted" if t["drafted"] else "own"] for t in tokens if t["text"].strip()]
-
-
-def histogram(page):
-    return [int(row.locator("td").last.inner_text()) for row in page.locator("#histogram tbody tr").all()]
 
 
 def test_tokens_come_in_order_and_coloured(page, mock):

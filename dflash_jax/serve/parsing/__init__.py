@@ -5,10 +5,19 @@ take one character at a time and so cannot depend on how the text was cut into c
 """
 
 from dflash_jax.serve.parsing.deltas import Delta, ParsedOutput, ToolCall, ToolCallDelta, collect
-from dflash_jax.serve.parsing.output_parser import REASONING_PARSERS, TOOL_PARSERS, OutputParser, prompt_reasoning
+from dflash_jax.serve.parsing.output_parser import (
+    END_THINK,
+    REASONING_PARSERS,
+    THINK,
+    TOOL_PARSERS,
+    OutputParser,
+    prompt_reasoning,
+)
 
 __all__ = [
+    "END_THINK",
     "REASONING_PARSERS",
+    "THINK",
     "TOOL_PARSERS",
     "Delta",
     "OutputParser",

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from dflash_jax.checkpoint.tokenizer import Detokenizer, Tokenizer
 from dflash_jax.serve.answers import ChunkBuffer, TokenSources, costs, headers_of, log_request, new_job
-from dflash_jax.serve.jobs import Job, follow
+from dflash_jax.serve.jobs import Job, follow, told
 from dflash_jax.serve.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
-from dflash_jax.serve.messages import CompletionDelta
-from dflash_jax.serve.parsing import Delta, OutputParser, ParsedOutput, collect, prompt_reasoning
+from dflash_jax.serve.messages import CompletionDelta, RequestDelta
+from dflash_jax.serve.parsing import END_THINK, THINK, Delta, OutputParser, ParsedOutput, collect, prompt_reasoning
 from dflash_jax.serve.protocol import APIError, ChatCompletionRequest, sampling_params
 from dflash_jax.serve.state import ServerState
-from dflash_jax.serve.streaming import DONE, KEEP_ALIVE, Events, EventStream, event, json_response, started, unless_left
+from dflash_jax.serve.streaming import DONE, KEEP_ALIVE, Events, EventStream, event, json_response, unless_left
 from dflash_jax.serve.usage import usage_of
-
-END_OF_REASONING = "</think>"
 
 
 @dataclass(eq=False)
@@ -39,10 +39,11 @@ class Chat:
     def reasons(self) -> bool:
         """Whether reasoning is told apart.
 
-        A grammar begins with the text, so where it rules, what the template has opened holds no reasoning.
+        A grammar that leaves no room for it begins with the text, also where the template has opened reasoning.
         """
-        begins, is_constrained = prompt_reasoning(self.prompt), self.job.params[0].structured_outputs is not None
-        may_reason = begins is None or (begins and not is_constrained)
+        begins, params = prompt_reasoning(self.prompt), self.job.params[0]
+        has_room = params.structured_outputs is None or params.reasoning_token_ids is not None
+        may_reason = begins is None or (begins and has_room)
         return bool(self.state.args.reasoning_parser) and self.body.separate_reasoning and may_reason
 
     def parser(self) -> OutputParser:
@@ -68,35 +69,36 @@ class Choice:
         self.parser = chat.parser()
         self.has_role = False
         self.buffer = ChunkBuffer(chat.state.args.stream_interval)
-        self._texts = TokenTexts(as_ids=body.return_tokens_as_token_ids)
-        tokenizer = chat.state.renderer.tokenizer
-        assert tokenizer is not None
-        self._sources = TokenSources(tokenizer, chat.job.prompts[0]) if body.return_token_sources else None
-        self._reasons = chat.reasons
-        self._end = tokenizer.hf.convert_tokens_to_ids(END_OF_REASONING) if chat.reasons else None
-        self._num_before_end = 0
-        self._has_reasoning = False
+        tokenizer, prompt = chat.state.renderer.need_tokenizer("a chat"), chat.job.prompts[0]
+        self._texts = TokenTexts(tokenizer, as_ids=body.return_tokens_as_token_ids)
+        self._sources = TokenSources(tokenizer, prompt) if body.return_token_sources else None
+        self._reasoning = ReasoningCount(tokenizer, prompt) if chat.reasons else None
+        self._call: int | None = None  # the index of the one call that is kept, if there may be but one
 
     def parse(self, completion: CompletionDelta) -> list[Delta]:
         """What the completion's text means, as far as it can be told."""
         deltas = self.parser.push(completion.text)
         if completion.finish_reason is not None:
             deltas += self.parser.finish()
-        if self._reasons:
-            self._count_reasoning(completion, deltas)
+        if self._reasoning is not None:
+            self._reasoning.take(completion, deltas)
+            if completion.finish_reason is not None:
+                self._job.num_reasoning_tokens += self._reasoning.number
+        if not self._body.parallel_tool_calls:
+            deltas = [delta for delta in deltas if self._is_kept(delta)]
         return deltas if self._body.include_reasoning else [d for d in deltas if d.reasoning is None]
 
-    def _count_reasoning(self, completion: CompletionDelta, deltas: Sequence[Delta]) -> None:
-        """Count the tokens up to the end of the reasoning, once it is known that there is any."""
-        if self._end is not None:
-            if self._end in completion.token_ids:
-                self._num_before_end += completion.token_ids.index(self._end) + 1
-                self._end = None
-            else:
-                self._num_before_end += len(completion.token_ids)
-        self._has_reasoning |= any(delta.reasoning for delta in deltas)
-        if completion.finish_reason is not None and self._has_reasoning:
-            self._job.num_reasoning_tokens += self._num_before_end
+    def _is_kept(self, delta: Delta) -> bool:
+        """Whether a piece is none of a second call; a call that is retracted was none."""
+        call = delta.tool_call
+        if call is None:
+            return True
+        if self._call is None:
+            self._call = call.index
+        is_kept = call.index == self._call
+        if is_kept and call.retracted:
+            self._call = None
+        return is_kept
 
     def finish_reason(self, completion: CompletionDelta) -> str | None:
         """As OpenAI has it: a choice that calls tools, and was not made to call that one, says so."""
@@ -135,6 +137,35 @@ class Choice:
         return choices
 
 
+class ReasoningCount:
+    """Counts the tokens of a completion up to the end of its reasoning, once there is any.
+
+    The end is found in the text: not in every vocabulary is it a token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
+        self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=False)
+        self._tail = ""
+        self._num_tokens = 0
+        self._has_ended = self._has_reasoning = False
+
+    @property
+    def number(self) -> int:
+        """Of the tokens, those of the tags included."""
+        return self._num_tokens if self._has_reasoning else 0
+
+    def take(self, completion: CompletionDelta, deltas: Sequence[Delta]) -> None:
+        """Count more of the completion; `deltas` are what it means."""
+        self._has_reasoning |= any(delta.reasoning for delta in deltas)
+        for token_id in completion.token_ids if not self._has_ended else ():
+            self._num_tokens += 1
+            text = self._tail + self._detokenizer.push(token_id)
+            if END_THINK in text:
+                self._has_ended = True
+                return
+            self._tail = text[1 - len(END_THINK) :]
+
+
 def chat_router(state: ServerState) -> APIRouter:
     """The endpoint of chats."""
     router = APIRouter()
@@ -144,7 +175,7 @@ def chat_router(state: ServerState) -> APIRouter:
         chat = await _chat(state, body, request)
         headers = headers_of(state, chat.job)
         if body.stream:
-            return EventStream(await started(_stream(chat)), headers)
+            return await EventStream.of(_stream(chat), headers)
         return await unless_left(request, _answer(chat, headers))
 
     return router
@@ -157,9 +188,24 @@ async def _chat(state: ServerState, body: ChatCompletionRequest, request: Reques
     if params.max_tokens is None and "max_new_tokens" in state.defaults:
         params = replace(params, max_tokens=state.defaults["max_new_tokens"])
     text, token_ids = await state.render(lambda: render(state, body))
+    if params.structured_outputs is not None and state.args.reasoning_parser and body.separate_reasoning:
+        tokenizer = state.renderer.need_tokenizer("a chat")
+        params = replace(params, reasoning_token_ids=reasoning_token_ids(tokenizer, text))
     job = new_job(state, body, request, "chatcmpl", [token_ids], params)
     log_request(state, job, text)
     return Chat(state, body, job, text)
+
+
+def reasoning_token_ids(tokenizer: Tokenizer, prompt: str) -> tuple[int | None, int] | None:
+    """Of `SamplingParams`: the tags around reasoning that may come before a structured output.
+
+    None where the template has closed it, or where the tags are no tokens, so that no mask can tell them.
+    """
+    begins = prompt_reasoning(prompt)
+    opens, closes = (tokenizer.hf.backend_tokenizer.token_to_id(tag) for tag in (THINK, END_THINK))
+    if begins is False or opens is None or closes is None:
+        return None
+    return None if begins else opens, closes
 
 
 def render(state: ServerState, body: Any) -> tuple[str, list[int]]:
@@ -189,10 +235,10 @@ def _check_tools(state: ServerState, body: ChatCompletionRequest) -> None:
 async def _answer(chat: Chat, headers: dict[str, str]) -> Response:
     choices: list[dict[str, Any]] = []
     of_prompt = None
-    async for news in follow(chat.state, chat.job):
-        assert news is not None  # nobody asked to hear of nothing
-        of_prompt = prompt_logprobs(news[1].prompt_logprobs)
-        choices += [_whole_choice(chat.choice(), completion) for completion in news[1].completions]
+    async with aclosing(follow(chat.state, chat.job)) as news:
+        async for _, delta in told(news):
+            of_prompt = prompt_logprobs(delta.prompt_logprobs)
+            choices += [_whole_choice(chat.choice(), completion) for completion in delta.completions]
     answer = chat.head("chat.completion") | {"choices": sorted(choices, key=lambda choice: choice["index"])}
     answer |= costs(chat.state, chat.job, reasons=chat.reasons)
     if of_prompt is not None:
@@ -239,19 +285,25 @@ def _message_delta(delta: Delta) -> dict[str, Any]:
     return {"tool_calls": [{"index": call.index, **head, "function": function}]}
 
 
+def _chunks(choices: Sequence[Choice], delta: RequestDelta) -> Iterator[dict[str, Any]]:
+    """The choices of the chunks that a delta makes."""
+    for completion in delta.completions:
+        choice = choices[completion.index]
+        if (held := choice.buffer.push(completion)) is not None:
+            yield from choice.chunks(held)
+
+
 async def _stream(chat: Chat) -> Events:
     state, body, job = chat.state, chat.body, chat.job
     head = chat.head("chat.completion.chunk")
     choices = [chat.choice() for _ in range(body.n)]
     is_first = True
-    async for news in follow(state, job, state.args.sse_keep_alive_interval or None):
-        if news is None:
-            yield KEEP_ALIVE
-            continue
-        for completion in news[1].completions:
-            choice = choices[completion.index]
-            held = choice.buffer.push(completion)
-            for chunk in choice.chunks(held) if held else ():
+    async with aclosing(follow(state, job, state.args.sse_keep_alive_interval or None)) as deltas:
+        async for news in deltas:
+            if news is None:
+                yield KEEP_ALIVE
+                continue
+            for chunk in _chunks(choices, news[1]):
                 message = head | {"choices": [chunk]}
                 if is_first and body.return_token_ids:
                     message["prompt_token_ids"] = job.prompts[0]
