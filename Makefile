@@ -19,7 +19,7 @@ serve: install
 
 ## Lint, type-check and run the test suite (no GPU, no torch).
 test: install lint browser
-	$(PYTHON) -m pytest --numprocesses 2
+	$(PYTHON) -m pytest --numprocesses 2 --dist worksteal
 
 # The server's page is tested in a real browser, which no Python package brings along.
 browser:
