@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import takewhile
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import UInt32
@@ -25,8 +28,12 @@ from dflash_jax.core import SamplingParams, StructuredOutputsParams
 from dflash_jax.errors import RequestError
 
 MOST_COMPILED = 64  # grammars kept for the requests to come
+LARGEST_KEPT = 16_384  # characters of one that is kept
+LONGEST_GRAMMAR = 65_536  # characters; the time and memory of an expression may grow with their square
+DEEP_STACK = 256 * 1024**2  # bytes, of which only those in use take memory
 LONGEST_REASON = 200  # characters of llguidance's messages, which may quote the whole grammar
 
+Result = TypeVar("Result")
 Rows = UInt32[np.ndarray, "G words"]
 
 
@@ -215,8 +222,10 @@ class Constraints:
         """
         grammar = bad_words = None
         if params.structured_outputs is not None:
-            matcher = self._matcher(params.structured_outputs).deep_copy()
-            grammar = GrammarConstraint(matcher, self._vocabulary, params.reasoning_token_ids)
+            # A large matcher may hold hundreds of megabytes: better compiled again than kept.
+            is_small = _size(params.structured_outputs) <= LARGEST_KEPT
+            matcher = (self._matcher if is_small else self._compile)(params.structured_outputs)
+            grammar = GrammarConstraint(matcher.deep_copy(), self._vocabulary, params.reasoning_token_ids)
         if words := self._bad_word_tokens(params.bad_words):
             bad_words = BadWords(words)
         return None if grammar is bad_words is None else Constraint(grammar, bad_words)
@@ -247,18 +256,21 @@ class Constraints:
 
     def _compile(self, structured: StructuredOutputsParams) -> LLMatcher:
         """A matcher at the beginning of a text."""
+        kind, size = structured.kind, _size(structured)
+        if size > LONGEST_GRAMMAR:
+            raise RequestError(
+                f"structured_outputs.{kind} has {size} characters, and at most {LONGEST_GRAMMAR} are allowed; "
+                "ask for something simpler."
+            )
         tokenizer = self._ll_tokenizer
         try:
-            # Verbose errors would hold the grammar and the text, which are not for logs.
-            limits = LLParserLimits(verbose_errors=False)
-            matcher = LLMatcher(tokenizer, llguidance_grammar(structured), log_level=0, limits=limits)
+            matcher = _on_deep_stack(lambda: _new_matcher(tokenizer, structured))
             first = np.frombuffer(matcher.compute_bitmask(), np.uint32)[None].copy()
             begins = self._vocabulary.masks_of_model(first).any()
             reason = matcher.get_error() if matcher.is_error() else "" if begins else "it allows no text"
         except Exception as error:  # whatever the reader of GBNF stumbles over
             reason = str(error) or type(error).__name__
         if reason:
-            kind = structured.kind
             raise RequestError(f"structured_outputs.{kind} cannot be served ({_shorten(reason)}); correct the {kind}.")
         return matcher
 
@@ -279,6 +291,33 @@ class Constraints:
                 words.append(spaced)
         # The tokenizer may know tokens that the model has no logits of.
         return [tuple(word) for word in words if max(word) < self._vocab_size]
+
+
+def _size(structured: StructuredOutputsParams) -> int:
+    """Characters of a grammar; a choice has quotes and a bar of its own."""
+    given = getattr(structured, structured.kind)
+    return len(given) if isinstance(given, str) else sum(len(text) + 5 for text in structured.choice or ())
+
+
+def _new_matcher(tokenizer: LLTokenizer, structured: StructuredOutputsParams) -> LLMatcher:
+    # Verbose errors would hold the grammar and the text, which are not for logs.
+    limits = LLParserLimits(verbose_errors=False)
+    return LLMatcher(tokenizer, llguidance_grammar(structured), log_level=0, limits=limits)
+
+
+def _on_deep_stack(function: Callable[[], Result]) -> Result:
+    """What a function returns that recurses as deep as rules of a grammar refer to each other.
+
+    A stack that overflows ends the process, and 3000 rules are enough for a thread's usual one.
+    """
+    usual = threading.stack_size(DEEP_STACK)
+    try:
+        executor = ThreadPoolExecutor(1)
+        result = executor.submit(function)  # starts the thread
+    finally:
+        threading.stack_size(usual)
+    with executor:
+        return result.result()
 
 
 def llguidance_grammar(structured: StructuredOutputsParams) -> str:

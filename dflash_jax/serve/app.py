@@ -72,7 +72,7 @@ def create_app(state: ServerState, on_change: Callable[[], None] = lambda: None)
     _add_error_handlers(app)
     app.add_middleware(BoundedBody, limits=args.limits)
     if args.api_keys:
-        app.add_middleware(Guard, keys=args.api_keys)
+        app.add_middleware(Guard, keys=args.api_keys, root_path=args.root_path)
     if args.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -96,8 +96,6 @@ def _add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, StarletteHTTPException)
         answer = _response(APIError(str(error.detail), error.status_code))
         answer.headers.update(error.headers or {})
-        if error.status_code in (408, 413):  # the rest of the body is still on its way
-            answer.headers["connection"] = "close"
         return answer
 
     app.add_exception_handler(DFlashError, told)

@@ -7,7 +7,10 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import fields, replace
+from itertools import count, zip_longest
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
@@ -30,9 +33,11 @@ from dflash_jax.serve.messages import (
     ToEngine,
 )
 
+ENGINE_PROCESS = (sys.executable, "-m", "dflash_jax.serve.engine_process")  # and its socket's descriptor
 FIRST_DELAY, LAST_DELAY = 1.0, 60.0  # seconds before a restart, doubled while restarts fail
 EXIT_SECONDS = 10.0  # that a process may take to end before it is killed
-ERRORS = {kind.__name__: kind for kind in (RequestError, QueueFullError, EngineDeadError)}
+ERRORS = {kind.__name__: kind for kind in (RequestError, QueueFullError, EngineDeadError, RuntimeError)}
+DIED, STOPPED = "the engine process has died; see its log.", "the server is shutting down."
 logger = logging.getLogger(__name__)
 
 
@@ -45,23 +50,31 @@ class EngineClient:
 
     Attributes:
         ready: what the engine said when it was ready; None while there is none to talk to.
-        stats: the engine's last known state.
         cause: why there is none, in words.
         failed_at_start: what kept the very first engine from starting, None if nothing has.
     """
 
     def __init__(self, start: Start, *, restarts: bool):
         self.ready: Ready | None = None
-        self.stats = EngineStats()
         self.cause = "the engine is starting; try again later."
         self.failed_at_start: Failed | None = None
         self._start, self._restarts = start, restarts
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FromEngine)
-        self._streams: dict[str, EngineStream] = {}
+        # The engine knows each request by an id that no other ever had: what it has said of one that was left must
+        # not reach the next of the same name.
+        self._engine_ids: dict[str, str] = {}
+        self._streams: dict[str, tuple[EngineStream, str]] = {}  # and our id, by the engine's
+        self._counter = count()
         self._calls: dict[int, asyncio.Future[str | None]] = {}
-        self._num_calls, self._had_engine = 0, False
+        self._num_calls, self._had_engine, self._is_stopped = 0, False, False
+        self._earlier, self._latest = EngineStats(), EngineStats()  # of engines that have died, and of this one
         self._writer: asyncio.StreamWriter | None = None
         self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's last known state; numbers of events go on counting when it is started again."""
+        return added(self._earlier, self._latest)
 
     @property
     def pid(self) -> int | None:
@@ -82,7 +95,7 @@ class EngineClient:
         delay = FIRST_DELAY
         while True:
             was_ready = await self._run_once(on_change)
-            if self.failed_at_start is not None or not self._restarts:
+            if self.failed_at_start is not None or self._is_stopped or not self._restarts:
                 return
             delay = FIRST_DELAY if was_ready else min(2 * delay, LAST_DELAY)
             logger.warning("the engine is started again in %.0f s", delay)
@@ -91,9 +104,9 @@ class EngineClient:
     async def _run_once(self, on_change: Callable[[], None]) -> bool:
         """One life of an engine; returns whether it ever was ready."""
         was_ready = False
-        failure = Failed("EngineDeadError", "the engine process has died; see its log.")
-        reader = await self._spawn()
+        failure = Failed("EngineDeadError", DIED)
         try:
+            reader = await self._spawn()
             while (message := await self._receive(reader)) is not None:
                 match message:
                     case Outputs():
@@ -108,9 +121,17 @@ class EngineClient:
                         on_change()
                     case Failed():
                         failure = message
+                        break
+        except asyncio.CancelledError:
+            self._is_stopped = True
+            raise
+        except OSError as error:
+            failure = Failed("EngineDeadError", f"the engine process cannot be started ({error}).")
         finally:
-            self._mourn(failure.message)
+            self._mourn(STOPPED if self._is_stopped else failure.message)
             await self._reap()
+        if self._is_stopped:
+            return was_ready
         if not (was_ready or self._had_engine):
             self.failed_at_start = failure
         self._had_engine |= was_ready
@@ -123,7 +144,7 @@ class EngineClient:
         with theirs:
             # A session of its own: a Ctrl-C at the terminal is the server's to answer.
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "dflash_jax.serve.engine_process", str(theirs.fileno())),
+                *(*ENGINE_PROCESS, str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
@@ -141,9 +162,11 @@ class EngineClient:
 
     def _mourn(self, cause: str) -> None:
         """The engine is gone: tell everybody who waits for it."""
-        self.ready, self.cause, self.stats = None, cause, EngineStats()
-        for request_id in list(self._streams):
-            self._tell(request_id, EngineDeadError(cause))
+        self.ready, self.cause = None, cause
+        self._earlier = replace(self.stats, num_running=0, num_waiting=0, kv_cache_usage=0.0)
+        self._latest = EngineStats()
+        for engine_id in list(self._streams):
+            self._tell(engine_id, EngineDeadError(cause))
         for number in list(self._calls):
             self._answer(number, cause)
 
@@ -161,11 +184,12 @@ class EngineClient:
                 async with asyncio.timeout(EXIT_SECONDS):
                     await self._process.wait()
             except TimeoutError:
-                self.kill()
+                self._process.kill()
                 await self._process.wait()
 
-    def kill(self) -> None:
-        """End the process now."""
+    def stop(self) -> None:
+        """End the process now, and start no other; everybody who waits for it is told."""
+        self._is_stopped = True
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
@@ -175,8 +199,9 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         """End a request now; its stream ends with what it has. Others are ignored."""
-        if self.ready is not None:
-            self._send(Abort(request_id))
+        engine_id = self._engine_ids.get(request_id)
+        if engine_id is not None:
+            self._send(Abort(engine_id))
 
     async def call(self, name: CallName, argument: str = "") -> None:
         """Have the engine do something between two steps; returns when it is done.
@@ -202,34 +227,55 @@ class EngineClient:
         self._writer.write(len(body).to_bytes(HEADER, "big") + body)
 
     def _hand_out(self, outputs: Outputs) -> None:
-        self.stats = outputs.stats
+        self._latest = outputs.stats
         for delta in outputs.deltas:
             self._tell(delta.request_id, delta)
 
-    def _tell(self, request_id: str, news: RequestDelta | Exception) -> None:
-        stream = self._streams.get(request_id)
-        if stream is not None:  # otherwise its client has gone
-            stream.put(request_id, news)
+    def _tell(self, engine_id: str, news: RequestDelta | Exception) -> None:
+        if engine_id not in self._streams:  # its client has gone
+            return
+        stream, request_id = self._streams[engine_id]
+        if isinstance(news, Exception) or news.finished:
+            self._forget(request_id)
+        if isinstance(news, RequestDelta):
+            news.request_id = request_id
+        stream.put(news)
 
     def open(self, stream: EngineStream, requests: list[Add]) -> None:
         """Send a stream's requests, all or none."""
         self._need_engine()
         for request in requests:
-            if request.request_id in self._streams:
+            if request.request_id in self._engine_ids:
                 raise RequestError(f"request_id={request.request_id!r} is taken by a running request; give another.")
         for request in requests:
-            self._streams[request.request_id] = stream
-            self._send(request)
+            engine_id = f"{request.request_id}/{next(self._counter)}"
+            self._engine_ids[request.request_id] = engine_id
+            self._streams[engine_id] = stream, request.request_id
+            self._send(msgspec.structs.replace(request, request_id=engine_id))
 
-    def forget(self, request_id: str) -> None:
+    def _forget(self, request_id: str) -> None:
         """A request has ended."""
-        del self._streams[request_id]
+        del self._streams[self._engine_ids.pop(request_id)]
 
     def close(self, stream: EngineStream) -> None:
         """Nobody reads a stream any more: abort what runs of it."""
-        for request_id in [r for r in stream.unfinished if self._streams.get(r) is stream]:
-            self.forget(request_id)
-            self.abort(request_id)
+        for request_id in stream.unfinished:
+            engine_id = self._engine_ids.get(request_id)
+            if engine_id is not None and self._streams[engine_id][0] is stream:
+                self.abort(request_id)
+                self._forget(request_id)
+
+
+def added(earlier: EngineStats, latest: EngineStats) -> EngineStats:
+    """The sums of two engines' numbers."""
+
+    def of_field(name: str) -> Any:
+        first, second = getattr(earlier, name), getattr(latest, name)
+        if isinstance(first, tuple):
+            return tuple(a + b for a, b in zip_longest(first, second, fillvalue=0))
+        return first + second
+
+    return EngineStats(**{f.name: of_field(f.name) for f in fields(EngineStats)})
 
 
 class EngineStream:
@@ -267,10 +313,8 @@ class EngineStream:
             self.unfinished.discard(news.request_id)
         return news
 
-    def put(self, request_id: str, news: RequestDelta | Exception) -> None:
+    def put(self, news: RequestDelta | Exception) -> None:
         """From the client: what the engine said of a request."""
-        if isinstance(news, Exception) or news.finished:
-            self._client.forget(request_id)
         self._news.put_nowait(news)
 
     async def __aenter__(self) -> EngineStream:

@@ -1,16 +1,20 @@
 """The engine's own process: `python -m dflash_jax.serve.engine_process FD`, a socket to the server at that descriptor.
 
 What the server does never delays a round: the server's process renders, tokenises and parses; here one thread reads
-messages, one runs the engine, one writes. The process ends with its server, and its server outlives it.
+messages, one compiles grammars, one runs the engine, one writes. The process ends with its server, whatever it does,
+and its server outlives it.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -159,6 +163,21 @@ class Progress:
         )
 
 
+def kind_of(error: Exception) -> str:
+    """The class by which the server knows an error; those that nobody has foreseen are all one."""
+    kinds = (kind.__name__ for kind in (RequestError, QueueFullError, EngineDeadError) if isinstance(error, kind))
+    return next(kinds, "RuntimeError")
+
+
+def grammar_error(request: Request) -> RequestError | None:
+    """Why a completion cannot go on if it is its grammar's fault, and so the client's."""
+    for sequence in request.sequences:
+        if sequence.output.error is not None and sequence.constraint is not None and sequence.constraint.error:
+            reason = sequence.constraint.error
+            return RequestError(f"structured_outputs cannot be followed any further ({reason}); simplify them.")
+    return None
+
+
 class EngineServer:
     """Carries out what the server asks for."""
 
@@ -166,44 +185,82 @@ class EngineServer:
         self._connection, self._frontend, self._engine = connection, frontend, engine
         self._deltas: list[RequestDelta] = []  # of the engine's thread, until its step is over
         self._thread = EngineThread(engine, self._flush)
+        # A grammar may take seconds, which nobody else's requests and aborts shall wait for.
+        self._grammars = ThreadPoolExecutor(1, "dflash-grammars")
+        self._compiling: dict[str, Add] = {}  # requests whose grammars are not ready, by id
+        self._lock = threading.Lock()  # of them: an abort finds a request there or in the engine
 
     def serve(self) -> None:
-        """Until the server hangs up, or the engine fails for good."""
+        """Until the server hangs up, which it also does when it has heard that the engine has failed."""
         while (message := self._connection.receive()) is not None:
-            try:
-                match message:
-                    case Add():
-                        self._add(message)
-                    case Abort():
-                        self._thread.abort(message.request_id)
-                    case Call():
-                        self._thread.call(partial(self._call, message))
-            except EngineDeadError as error:
-                self._connection.send(Failed("EngineDeadError", str(error)))
-                break
-        self._thread.close()
+            with suppress(EngineDeadError):  # `_flush` has said so
+                self._take(message)
 
-    def _add(self, message: Add) -> None:
+    def _take(self, message: ToEngine) -> None:
+        match message:
+            case Add() if message.params.structured_outputs is not None:
+                self._compiling[message.request_id] = message
+                self._grammars.submit(self._add_compiled, message)
+            case Add():
+                if (request := self._request(message)) is not None:
+                    self._add(message, request)
+            case Abort():
+                self._abort(message.request_id)
+            case Call():
+                self._thread.call(partial(self._call, message))
+
+    def _add_compiled(self, message: Add) -> None:
+        """In the thread of grammars; an aborted request is dropped."""
+        if message.request_id not in self._compiling:
+            return
+        request = self._request(message)
+        with self._lock, suppress(EngineDeadError):
+            if message.request_id in self._compiling:
+                del self._compiling[message.request_id]
+                if request is not None:
+                    self._add(message, request)
+
+    def _request(self, message: Add) -> Request | None:
+        """The request, None if it was refused."""
         prompt: TokensPrompt = {"prompt_token_ids": message.prompt_token_ids}
         if message.cache_salt is not None:
             prompt["cache_salt"] = message.cache_salt
         try:
-            request = self._frontend.request(prompt, message.params, message.request_id)
-        except DFlashError as error:
+            return self._frontend.request(prompt, message.params, message.request_id)
+        except Exception as error:
+            if not isinstance(error, DFlashError):
+                logger.exception("a request cannot be read")
             self._refuse(message.request_id, error)
-            return
+            return None
+
+    def _add(self, message: Add, request: Request) -> None:
         progress = Progress(message.streams)
         self._thread.add(request, lambda news: self._tell(message.request_id, progress, news))
+
+    def _abort(self, request_id: str) -> None:
+        with self._lock:
+            message = self._compiling.pop(request_id, None)
+            if message is None:
+                self._thread.abort(request_id)
+            else:
+                self._thread.call(lambda _engine: self._tell_aborted(message))
+
+    def _tell_aborted(self, message: Add) -> None:
+        """Of a request that has not come as far as the engine."""
+        completions = [CompletionDelta(i, "", [], None, [], "abort", None, None) for i in range(message.params.n)]
+        self._deltas.append(RequestDelta(message.request_id, completions, True, None, 0, None, None))
+        self._flush()
 
     def _tell(self, request_id: str, progress: Progress, news: Request | Exception) -> None:
         if isinstance(news, Exception):
             self._refuse(request_id, news)
+        elif (error := grammar_error(news)) is not None:
+            self._refuse(request_id, error)
         elif (delta := progress.delta(news)) is not None:
             self._deltas.append(delta)
 
     def _refuse(self, request_id: str, error: Exception) -> None:
-        kind = next((c for c in (RequestError, QueueFullError) if isinstance(error, c)), EngineDeadError)
-        self._connection.send(Refused(request_id, kind.__name__, str(error)))
+        self._connection.send(Refused(request_id, kind_of(error), str(error)))
 
     def _flush(self) -> None:
         """After a step: all of its deltas in one message, and even without any the engine's state."""
@@ -227,12 +284,20 @@ class EngineServer:
             self._connection.send(Reply(call.number))
 
 
+def end_with_server(connection: socket.socket) -> None:
+    """End the process if the server goes before it has said anything: loading and compiling may take minutes."""
+    if not connection.recv(1, socket.MSG_PEEK):
+        os._exit(1)
+
+
 def main(arguments: list[str]) -> int:
     """Serve the socket whose descriptor is the one argument; returns the exit status."""
-    connection = Connection(socket.socket(fileno=int(arguments[0])))
+    server_socket = socket.socket(fileno=int(arguments[0]))
+    connection = Connection(server_socket)
     start: Any = connection.receive()
     if not isinstance(start, Start):
         return 1
+    threading.Thread(target=end_with_server, args=[server_socket], daemon=True).start()
     logging.basicConfig(level=start.log_level.upper(), format="%(levelname)s %(asctime)s %(name)s: %(message)s")
     try:
         frontend, engine = load(start.model, start.draft_model, EngineArgs.of(start.args))
@@ -253,8 +318,7 @@ def main(arguments: list[str]) -> int:
         )
     )
     server.serve()
-    connection.close()
-    return 0
+    os._exit(0)  # nobody listens: no step, compilation or grammar is worth waiting for
 
 
 if __name__ == "__main__":

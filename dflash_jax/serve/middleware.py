@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 from collections.abc import Awaitable, Callable
@@ -23,13 +22,15 @@ Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 class Guard:
     """Lets in who has a key. Keys are compared in constant time."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
-        self._app = app
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], root_path: str = ""):
+        self._app, self._root_path = app, root_path
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve, or answer 401."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+        # A proxy may have left its own part of the path in place.
+        is_open = scope["type"] != "http" or scope["path"].removeprefix(self._root_path) in OPEN_PATHS
+        if not is_open and scope["method"] != "OPTIONS":
             scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
             given = hashlib.sha256(key.strip().encode()).digest()
             known = [hmac.compare_digest(given, digest) for digest in self._digests]
@@ -41,19 +42,18 @@ class Guard:
 
 
 class BoundedBody:
-    """Lets no body be larger, or take longer, than it may, and takes JSON alone."""
+    """Lets no body be larger than it may, and takes JSON alone. How long a body takes, the protocol bounds."""
 
     def __init__(self, app: ASGIApp, limits: Limits):
         self._app, self._limits = app, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve, or answer 413, 415 or (by the route that reads the body) 408."""
+        """Serve, or answer 415 or (here, or by the route that reads the body) 413."""
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
         if (error := self._refusal(headers)) is not None:
-            answer = json_response(error_body(error), error.status, {"connection": "close"})
-            return await answer(scope, receive, send)
+            return await json_response(error_body(error), error.status)(scope, receive, send)
         await self._app(scope, self._bounded(receive), send)
 
     def _refusal(self, headers: Headers) -> APIError | None:
@@ -66,22 +66,12 @@ class BoundedBody:
         return None
 
     def _bounded(self, receive: Receive) -> Receive:
-        size, is_whole = 0, False
-        deadline = asyncio.get_running_loop().time() + self._limits.request_body_timeout
+        size, most = 0, self._limits.max_request_body_bytes
 
         async def bounded() -> Message:
-            nonlocal size, is_whole
-            if is_whole:  # what comes now is the end of the connection, whenever that may be
-                return await receive()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                seconds = self._limits.request_body_timeout
-                raise HTTPException(408, f"the body has not come within {seconds:g} s; send it faster.") from None
+            nonlocal size
+            message = await receive()
             size += len(message.get("body", b""))
-            is_whole = not message.get("more_body", False)
-            most = self._limits.max_request_body_bytes
             if size > most:
                 raise HTTPException(413, f"the body has more than the {most} bytes that are allowed; send less.")
             return message

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import resource
 import socket
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -24,23 +27,44 @@ from dflash_jax.serve.messages import Start
 from dflash_jax.serve.metrics import Metrics
 from dflash_jax.serve.state import ServerState, sampling_defaults
 
+LAST_WORDS = 1.0  # seconds that clients have to read how their requests have ended
 LOG_FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
 logger = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
-    """Drains at a first signal, SIGINT or SIGTERM, and stops at once at a second."""
+    """Drains at a first signal, SIGINT or SIGTERM; what runs is ended when time is up, or at a second signal.
 
-    def __init__(self, config: uvicorn.Config, client: EngineClient):
+    Args:
+        config: without a timeout for the graceful shutdown: uvicorn's would cancel requests, which nobody is told.
+        timeout: seconds that running requests have to end.
+    """
+
+    def __init__(self, config: uvicorn.Config, client: EngineClient, timeout: float):
         super().__init__(config)
-        self._client = client
+        self._client, self._timeout = client, timeout
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Of a signal."""
         if self.should_exit:
-            self.force_exit = True
-            self._client.kill()
+            self._timeout = 0.0
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop."""
+        hurry = asyncio.create_task(self._hurry())
+        await super().shutdown(sockets)
+        hurry.cancel()
+
+    async def _hurry(self) -> None:
+        """When time is up, have every request told so, and a little later hang up on who does not read it."""
+        start = time.monotonic()
+        while time.monotonic() < start + self._timeout:
+            await asyncio.sleep(0.05)
+        self._client.stop()
+        await asyncio.sleep(LAST_WORDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,11 +73,28 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=args.log_level.upper(), format=LOG_FORMAT)
     try:
         listener = listen(args)
+        allow_open_files()
         state = make_state(args)
+        server = make_server(state, listener)
     except DFlashError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return serve(state, listener)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        if args.uds is not None:
+            Path(args.uds).unlink(missing_ok=True)
+    failure = state.client.failed_at_start
+    if failure is not None:
+        print(f"error: {failure.message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def allow_open_files() -> None:
+    """Let the process have as many connections as the system lets it: the usual limit is 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def make_state(args: ServeArgs) -> ServerState:
@@ -92,8 +133,7 @@ def listen(args: ServeArgs) -> socket.socket:
     """
     try:
         if args.uds is not None:
-            if Path(args.uds).is_socket():  # of a server that has not cleaned up
-                Path(args.uds).unlink()
+            _remove_dead_socket(Path(args.uds))
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(args.uds)
         else:
@@ -110,6 +150,16 @@ def listen(args: ServeArgs) -> socket.socket:
     return listener
 
 
+def _remove_dead_socket(path: Path) -> None:
+    """Remove the socket of a server that has not cleaned up; one that somebody listens at stays."""
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+
+
 def url_of(args: ServeArgs, listener: socket.socket) -> str:
     """Where the server is found."""
     if args.uds is not None:
@@ -119,8 +169,12 @@ def url_of(args: ServeArgs, listener: socket.socket) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{args.root_path}"
 
 
-def serve(state: ServerState, listener: socket.socket) -> int:
-    """Serve until told to stop; returns the exit status."""
+def make_server(state: ServerState, listener: socket.socket) -> Server:
+    """The server, not yet running.
+
+    Raises:
+        ConfigError: a file of TLS cannot be used.
+    """
     args = state.args
     url = url_of(args, listener)
 
@@ -140,17 +194,18 @@ def serve(state: ServerState, listener: socket.socket) -> int:
         access_log=args.enable_log_requests,
         server_header=False,
         limit_concurrency=args.limits.max_concurrent_requests,
-        timeout_graceful_shutdown=int(args.shutdown_timeout),
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,
         ssl_ca_certs=args.ssl_ca_certs,
         ssl_cert_reqs=args.ssl_cert_reqs,
     )
-    server = Server(config, state.client)
+    try:
+        config.load()
+    except OSError as error:  # ssl.SSLError is one
+        files = ", ".join(f for f in (args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs) if f is not None)
+        raise ConfigError(
+            f"TLS cannot be served with {files} ({error}); give PEM files that belong together."
+        ) from error
+    server = Server(config, state.client, args.shutdown_timeout)
     logger.info("listening at %s; the engine is starting", url)
-    server.run(sockets=[listener])
-    failure = state.client.failed_at_start
-    if failure is not None:
-        print(f"error: {failure.message}", file=sys.stderr)
-        return 2
-    return 0
+    return server

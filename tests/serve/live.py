@@ -25,8 +25,15 @@ class Live:
     @property
     def engine_pid(self) -> int:
         """The engine's process: the server's one child."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0])
+        return self._children()[0]
+
+    def has_engine(self) -> bool:
+        """Whether there is such a process, ready or not."""
+        return bool(self._children())
+
+    def _children(self) -> list[int]:
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [pid for pid in map(int, path.read_text().split()) if is_running(pid)]
 
     def get(self, path: str, key: str | None = None) -> tuple[int, bytes]:
         """Status and body."""
@@ -79,23 +86,40 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process is there; one that nobody has reaped is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def start(log: Path, *flags: str) -> subprocess.Popen:
+    """A server's process; what it writes goes to the log."""
+    with log.open("w") as file:
+        return subprocess.Popen([sys.executable, "-m", "dflash_jax.serve", *flags], stdout=file, stderr=file)
+
+
 @contextmanager
 def serving(folder: Path, *flags: str, wait: bool = True):
     """A server of the embedded pair, unless flags say otherwise; it must stop when told to."""
     port, log = free_port(), folder / "serve.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dflash_jax.serve", "--port", str(port), *flags], stdout=file, stderr=file
-        )
-        live = Live(f"http://127.0.0.1:{port}", process, log)
+    process = start(log, "--port", str(port), *flags)
+    live = Live(f"http://127.0.0.1:{port}", process, log)
+    try:
+        if wait:
+            live.wait_until(lambda: live.is_healthy() or process.poll() is not None)
+            assert process.poll() is None, log.read_text()
+        yield live
+    finally:
+        process.terminate()
         try:
-            if wait:
-                live.wait_until(live.is_healthy)
-            yield live
-        finally:
-            process.terminate()
-            try:
-                process.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+
+
+def resident_megabytes(pid: int) -> float:
+    """Memory that a process holds."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6

@@ -1,0 +1,318 @@
+"""Many requests at once against `python -m dflash_jax.serve`, some of which are left or aborted half-way.
+
+    python scripts/soak_server.py --requests 2000 --concurrency 64
+
+Starts a server of the embedded pair (with the flags behind `--`), asks each kind of request alone, and then all of them
+mixed. Exit status 1, and the reasons, unless: every answer that was not cut off is that of the same request asked
+alone, and one that was cut off is the beginning of it; no status is anything but 200; at the end the server holds no
+request, no slot and no page; and the memory of its two processes has not grown since the first third, but for a margin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LICENSE = Path(__file__).parents[1] / "LICENSE"
+START_SECONDS, REQUEST_SECONDS = 300, 300
+PROGRAM = 25.0  # megabytes of a step that is compiled meanwhile
+
+
+@dataclass
+class Answer:
+    """What came back: the status (0 if the client left), the text of each choice, and why each ended."""
+
+    status: int
+    texts: list[str]
+    reasons: list[str | None]
+    seconds: float = 0.0
+
+
+@dataclass
+class Report:
+    """What has happened.
+
+    Attributes:
+        rss: megabytes of server and engine, and the programs compiled so far, over time.
+    """
+
+    answers: int = 0
+    left: int = 0
+    aborted: int = 0
+    seconds: float = 0.0
+    latencies: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    rss: list[tuple[float, float, int]] = field(default_factory=list)
+
+
+class Server:
+    """A server's process and its port."""
+
+    def __init__(self, flags: list[str], log: Path):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        with log.open("w") as file:
+            command = [sys.executable, "-m", "dflash_jax.serve", "--port", str(self.port), *flags]
+            self.process = subprocess.Popen(command, stdout=file, stderr=file)
+
+    async def until_healthy(self) -> None:
+        """Wait until it serves."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit("the server does not start; see its log.")
+            try:
+                if (await self.ask("GET", "/health"))[0] == 200:
+                    return
+            except OSError:
+                pass
+            await asyncio.sleep(0.2)
+
+    async def ask(self, method: str, path: str, body: dict | None = None) -> tuple[int, bytes]:
+        """Status and body of an answer; cancelling it leaves."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=2**24)
+        try:
+            data = b"" if body is None else json.dumps(body).encode()
+            head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+            writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+            answer, _, rest = (await reader.read(-1)).partition(b"\r\n\r\n")
+            return int(answer.split(b" ", 2)[1]), dechunked(rest) if b"chunked" in answer else rest
+        finally:
+            writer.close()
+
+    async def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        text = (await self.ask("GET", "/metrics"))[1].decode()
+        return sum(float(value) for value in re.findall(rf"^dflash_jax:{name}{{.*}} (.*)$", text, re.MULTILINE))
+
+    async def holds(self) -> dict[str, float]:
+        """What the server still has of requests; nothing if it is idle."""
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        held = {name: await self.metric(name) for name in names}
+        held["server_load"] = json.loads((await self.ask("GET", "/load"))[1])["server_load"]
+        return {name: value for name, value in held.items() if value}
+
+    async def memory(self) -> tuple[float, float, int]:
+        """Megabytes of server and engine, and the programs compiled so far."""
+        pid = self.process.pid
+        engine = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        return resident(pid), resident(engine), int(await self.metric("num_compiles_total"))
+
+
+def resident(pid: int) -> float:
+    """Megabytes that a process holds."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6
+
+
+def dechunked(data: bytes) -> bytes:
+    """A body without the sizes of its chunks."""
+    parts = []
+    while data:
+        size, _, rest = data.partition(b"\r\n")
+        parts.append(rest[: int(size, 16)])
+        data = rest[int(size, 16) + 2 :]
+    return b"".join(parts)
+
+
+def read_answer(status: int, body: bytes, n: int) -> Answer:
+    """A whole answer, or all events of a stream."""
+    texts, reasons = [""] * n, [None] * n
+    if status != 200:
+        return Answer(status, [body.decode()], reasons)
+    if not body.startswith(b"{"):  # events, or a comment that keeps the connection alive
+        *events, done = [line.removeprefix("data: ") for line in body.decode().split("\n\n") if line.startswith("data")]
+        if done != "[DONE]":
+            raise ValueError(f"a stream ends with {done[:100]!r}")
+        objects = [json.loads(event) for event in events]
+    else:
+        objects = [json.loads(body)]
+    for each in objects:
+        if "error" in each:
+            return Answer(each["error"]["code"], [str(each)], reasons)
+        for choice in each["choices"]:
+            message = choice.get("delta") or choice.get("message") or {}
+            texts[choice["index"]] += choice.get("text") or message.get("content") or ""
+            reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
+    return Answer(status, texts, reasons)
+
+
+def kinds_of_requests(rng: random.Random, count: int) -> list[tuple[str, dict]]:
+    """Paths and bodies; prompts are pieces of the licence."""
+    lines = [line.strip() for line in LICENSE.read_text().splitlines() if len(line.strip()) > 40]
+    kinds = []
+    for number in range(count):
+        prompt = " ".join(rng.sample(lines, rng.randint(1, 4)))
+        body = {"max_tokens": rng.choice([1, 8, 24, 48, 96, 160]), "temperature": 0}
+        match number % 6:
+            case 1 | 2:
+                body |= {"temperature": 1, "seed": number}
+            case 3:
+                body |= {"temperature": 0.8, "seed": number, "n": 2, "top_p": 0.9}
+            case 4:
+                body |= {"stop": [rng.choice(["the ", ";", "\n"])], "repetition_penalty": 1.1}
+            case 5:
+                body |= {"structured_outputs": {"regex": "[a-z ]{20,60}"}, "speculation": number % 4 == 1}
+        if number % 3 == 0:
+            kinds.append(("/v1/chat/completions", body | {"messages": [{"role": "user", "content": prompt}]}))
+        else:
+            kinds.append(("/v1/completions", body | {"prompt": prompt}))
+    return kinds
+
+
+@dataclass
+class Soak:
+    """A run: what each kind of request is answered alone, and what has happened so far."""
+
+    server: Server
+    kinds: list[tuple[str, dict]]
+    cancels: float
+    rng: random.Random
+    alone: list[Answer] = field(default_factory=list)
+    report: Report = field(default_factory=Report)
+
+    async def ask_alone(self) -> None:
+        """Learn the right answers."""
+        for path, body in self.kinds:
+            answer = read_answer(*await self.server.ask("POST", path, body), body.get("n", 1))
+            if answer.status != 200:
+                raise SystemExit(f"a request is refused: {answer.texts}")
+            self.alone.append(answer)
+
+    async def one(self, number: int) -> None:
+        """A request of any kind, to its end or not."""
+        kind = self.rng.randrange(len(self.kinds))
+        path, body = self.kinds[kind]
+        body = body | {"stream": self.rng.random() < 0.5, "request_id": f"soak-{number}"}
+        fate = self.rng.choice(["leave", "abort"]) if self.rng.random() < self.cancels else "wait"
+        pause = self.rng.expovariate(2)
+        task = asyncio.create_task(self.server.ask("POST", path, body))
+        start = time.perf_counter()
+        if fate != "wait":
+            await asyncio.wait({task}, timeout=pause)
+        if fate == "leave" and not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+            self.report.left += 1
+            return
+        if fate == "abort" and not task.done():
+            await self.server.ask("POST", "/abort_request", {"rid": f"soak-{number}"})
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                answer = read_answer(*await task, body.get("n", 1))
+        except (OSError, ValueError, IndexError, TimeoutError) as error:
+            self.report.failures.append(f"request {number} ({fate}): {error!r}")
+            return
+        self.report.latencies.append(time.perf_counter() - start)
+        self.check(number, answer, self.alone[kind])
+
+    def check(self, number: int, answer: Answer, alone: Answer) -> None:
+        """Compare an answer with the right one."""
+        self.report.answers += 1
+        self.report.aborted += "abort" in answer.reasons
+        if answer.status != 200:
+            self.report.failures.append(f"request {number}: status {answer.status}: {answer.texts}")
+            return
+        for got, reason, right, its_reason in zip(
+            answer.texts, answer.reasons, alone.texts, alone.reasons, strict=True
+        ):
+            same = right.startswith(got) if reason == "abort" else (got, reason) == (right, its_reason)
+            if not same:
+                self.report.failures.append(f"request {number}: {reason}: {got!r} instead of {right!r}")
+
+    async def run(self, num_requests: int, concurrency: int) -> None:
+        """Ask so many, so many at a time."""
+        numbers = iter(range(num_requests))
+        started = time.perf_counter()
+
+        async def worker() -> None:
+            for number in numbers:
+                if number % max(num_requests // 20, 1) == 0:
+                    self.report.rss.append(await self.server.memory())
+                await self.one(number)
+
+        await asyncio.gather(*[worker() for _ in range(concurrency)])
+        self.report.seconds = time.perf_counter() - started
+        deadline = time.monotonic() + 30
+        while held := await self.server.holds():
+            if time.monotonic() > deadline:
+                self.report.failures.append(f"the server still holds {held}")
+                break
+            await asyncio.sleep(0.1)
+        self.report.rss.append(await self.server.memory())
+
+    def check_memory(self, margin: float) -> None:
+        """Compare the last third with the first, programs that were compiled in between aside."""
+        third = max(len(self.report.rss) // 3, 1)
+        for i, name in enumerate(("server", "engine")):
+            level = [each[i] - (PROGRAM * each[2] if name == "engine" else 0) for each in self.report.rss]
+            growth = statistics.mean(level[-third:]) - statistics.mean(level[:third])
+            if growth > margin:
+                self.report.failures.append(f"the {name} has grown by {growth:.0f} MB; at most {margin:.0f} may be")
+
+
+def summary(report: Report) -> dict:
+    """The figures."""
+    found = sorted(report.latencies)
+    quantiles = {f"p{q}": round(found[min(len(found) * q // 100, len(found) - 1)], 3) for q in (50, 90, 99, 100)}
+    return {
+        "answers": report.answers,
+        "of which aborted": report.aborted,
+        "left by their clients": report.left,
+        "seconds": round(report.seconds, 1),
+        "latency, seconds": quantiles,
+        "server MB, engine MB, programs": [f"{s:.0f} {e:.0f} {c}" for s, e, c in report.rss],
+        "failures": len(report.failures),
+    }
+
+
+async def soak(args: argparse.Namespace) -> Report:
+    """Start a server, run, and stop it."""
+    rng = random.Random(args.seed)
+    server = Server(args.flags, args.log)
+    try:
+        await server.until_healthy()
+        run = Soak(server, kinds_of_requests(rng, args.kinds), args.cancels, rng)
+        await run.ask_alone()
+        await run.run(args.requests, args.concurrency)
+        run.check_memory(args.margin)
+    finally:
+        server.process.terminate()
+        status = server.process.wait()
+    if status != 0:
+        run.report.failures.append(f"the server has ended with status {status}")
+    if "Traceback" in args.log.read_text():
+        run.report.failures.append(f"there is a traceback in {args.log}")
+    return run.report
+
+
+def main() -> int:
+    """Run; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Soak a server of the embedded pair.")
+    parser.add_argument("--requests", type=int, default=2000, help="how many (default: %(default)s)")
+    parser.add_argument("--concurrency", type=int, default=64, help="how many at a time (default: %(default)s)")
+    parser.add_argument("--kinds", type=int, default=48, help="different requests (default: %(default)s)")
+    parser.add_argument("--cancels", type=float, default=0.25, help="share that is cut off (default: %(default)s)")
+    parser.add_argument("--margin", type=float, default=100.0, help="MB of growth (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
+    parser.add_argument("--log", type=Path, default=Path("soak.log"), help="of the server (default: %(default)s)")
+    parser.add_argument("flags", nargs="*", help="of the server, behind --")
+    report = asyncio.run(soak(parser.parse_args()))
+    print(json.dumps(summary(report), indent=1))
+    for failure in report.failures[:20]:
+        print(failure[:1000], file=sys.stderr)
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,316 @@
+"""`EngineClient` against an engine that says what a test wants, at the other end of a socket pair."""
+
+import asyncio
+import functools
+import socket
+
+import msgspec
+import pytest
+
+from dflash_jax.core import EngineStats, SamplingParams
+from dflash_jax.errors import EngineDeadError, QueueFullError, RequestError
+from dflash_jax.serve import client as client_module
+from dflash_jax.serve.client import EngineClient, added
+from dflash_jax.serve.messages import (
+    HEADER,
+    Abort,
+    Add,
+    Call,
+    CompletionDelta,
+    Failed,
+    Outputs,
+    Ready,
+    Refused,
+    Reply,
+    RequestDelta,
+    Start,
+    ToEngine,
+)
+
+READY = Ready(max_model_len=64, vocab_size=8, num_speculative_tokens=3, kv_tokens=1024)
+PATIENCE = 20
+
+
+class Engine:
+    """The other end."""
+
+    async def connect(self, theirs: socket.socket) -> None:
+        self.reader, self.writer = await asyncio.open_connection(sock=theirs)
+        self.decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    async def hear(self):
+        size = int.from_bytes(await self.reader.readexactly(HEADER), "big")
+        return self.decoder.decode(await self.reader.readexactly(size))
+
+    def say(self, *messages) -> None:
+        self.writer.write(b"".join(map(framed, messages)))
+
+    def die(self) -> None:
+        self.writer.close()
+
+
+class Client(EngineClient):
+    """A client whose engines are those of a test; each start takes the next."""
+
+    def __init__(self, *engines: Engine, restarts: bool = False):
+        super().__init__(Start("model", None, {}, "info"), restarts=restarts)
+        self.engines = list(engines)
+
+    async def _spawn(self):
+        ours, theirs = socket.socketpair()
+        await self.engines.pop(0).connect(theirs)
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._send(self._start)
+        return reader
+
+
+def framed(message) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(HEADER, "big") + body
+
+
+def delta(request_id: str, text: str, *, finished: bool = False) -> RequestDelta:
+    completion = CompletionDelta(0, text, [1], None, [], "stop" if finished else None, None, None)
+    return RequestDelta(request_id, [completion], finished, None, 0, 0.0, 0.0)
+
+
+def outputs(*deltas: RequestDelta, **stats) -> Outputs:
+    return Outputs(list(deltas), EngineStats(**stats))
+
+
+def add(request_id: str) -> Add:
+    return Add(request_id, [1, 2], SamplingParams(), None, True)
+
+
+async def until(holds) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+def with_engine(test):
+    """Run a test as a coroutine, with a client and its one engine, which is ready."""
+
+    @functools.wraps(test)
+    def run():
+        async def whole():
+            engine = Engine()
+            client = Client(engine)
+            task = asyncio.create_task(client.run())
+            await until(lambda: hasattr(engine, "decoder"))
+            assert isinstance(await engine.hear(), Start)
+            engine.say(READY)
+            await until(lambda: client.ready is not None)
+            async with asyncio.timeout(PATIENCE):
+                await test(client, engine)
+            engine.die()
+            await task
+            assert client.num_requests == 0
+
+        asyncio.run(asyncio.wait_for(whole(), PATIENCE))
+
+    del run.__wrapped__  # or pytest would look for fixtures
+    return run
+
+
+@with_engine
+async def test_messages_in_pieces_and_together(client, engine):
+    async with client.stream([add("a")]) as stream:
+        engine_id = (await engine.hear()).request_id
+        data = b"".join(framed(outputs(delta(engine_id, letter))) for letter in "hello")
+        data += framed(outputs(delta(engine_id, "!" * 100_000, finished=True)))
+        for start in range(0, 200):
+            engine.writer.write(data[start : start + 1])
+            await engine.writer.drain()
+            await asyncio.sleep(0)
+        engine.writer.write(data[200:])
+        texts = []
+        while stream.unfinished:
+            texts.append((await stream.get()).completions[0].text)
+        assert texts == [*"hello", "!" * 100_000]
+
+
+@with_engine
+async def test_streams_hear_of_their_own_requests_alone(client, engine):
+    async with client.stream([add("a"), add("b")]) as both, client.stream([add("c")]) as other:
+        ids = [(await engine.hear()).request_id for _ in "abc"]
+        engine.say(
+            outputs(*[delta(engine_id, name, finished=True) for engine_id, name in zip(ids, "abc", strict=True)])
+        )
+        found = [await both.get(), await both.get(), await other.get()]
+        assert [each.request_id for each in found] == ["a", "b", "c"]
+        assert [each.completions[0].text for each in found] == ["a", "b", "c"]
+        assert not both.unfinished
+        assert await both.get(0.01) is None
+
+
+@with_engine
+async def test_a_taken_id(client, engine):
+    async with client.stream([add("a")]):
+        with pytest.raises(RequestError, match="request_id='a' is taken"):
+            async with client.stream([add("b"), add("a")]):
+                pass
+        assert client.num_requests == 1  # nothing of the second was sent
+    async with client.stream([add("a")]):
+        assert client.num_requests == 1
+
+
+@with_engine
+async def test_what_is_said_of_a_client_that_has_left_does_not_reach_the_next_of_that_id(client, engine):
+    async with client.stream([add("a")]):
+        first = (await engine.hear()).request_id
+    assert await engine.hear() == Abort(first)
+    async with client.stream([add("a")]) as stream:
+        second = (await engine.hear()).request_id
+        engine.say(
+            outputs(delta(first, "the first's")),
+            Refused(first, "RequestError", "the first's"),
+            outputs(delta(first, "", finished=True), delta(second, "the second's", finished=True)),
+        )
+        assert (await stream.get()).completions[0].text == "the second's"
+
+
+@with_engine
+async def test_leaving_aborts_what_has_not_ended(client, engine):
+    async with client.stream([add("a"), add("b")]) as stream:
+        ids = [(await engine.hear()).request_id for _ in "ab"]
+        engine.say(outputs(delta(ids[0], "", finished=True)))
+        await stream.get()
+    assert await engine.hear() == Abort(ids[1])
+    client.abort("b")  # of somebody who is gone: ignored
+    client.abort("unheard of")
+    async with client.stream([add("c")]):
+        assert isinstance(await engine.hear(), Add)
+        client.abort("c")
+        assert isinstance(await engine.hear(), Abort)
+
+
+@with_engine
+async def test_refusals(client, engine):
+    kinds = {"RequestError": RequestError, "QueueFullError": QueueFullError, "RuntimeError": RuntimeError}
+    for name, kind in kinds.items():
+        async with client.stream([add("a"), add("b")]) as stream:
+            ids = [(await engine.hear()).request_id for _ in "ab"]
+            engine.say(Refused(ids[0], name, "no"))
+            with pytest.raises(kind, match="no"):
+                await stream.get()
+        assert await engine.hear() == Abort(ids[1])
+
+
+@with_engine
+async def test_calls(client, engine):
+    async def answer(error):
+        call = await engine.hear()
+        assert call == Call(call.number, "flush_cache")
+        engine.say(Reply(call.number, error))
+
+    await asyncio.gather(client.call("flush_cache"), answer(None))
+    with pytest.raises(RequestError, match="flush_cache: not now"):
+        await asyncio.gather(client.call("flush_cache"), answer("not now"))
+    gone = asyncio.create_task(client.call("flush_cache"))
+    call = await engine.hear()
+    gone.cancel()
+    await asyncio.wait({gone})
+    engine.say(Reply(call.number))  # nobody waits for it
+    await asyncio.gather(client.call("flush_cache"), answer(None))
+
+
+@pytest.mark.parametrize("last_words", [[], [Failed("EngineDeadError", "NaN all over")], [b"\0\0\1"]])
+def test_death_is_told_to_everybody_at_once(last_words):
+    """Also if the engine says so and stays, or ends in the middle of a message."""
+
+    async def whole():
+        engine = Engine()
+        client = Client(engine)
+        changes = []
+        task = asyncio.create_task(client.run(lambda: changes.append(client.ready)))
+        await until(lambda: hasattr(engine, "decoder"))
+        engine.say(READY)
+        await until(lambda: client.ready is not None)
+        async with client.stream([add("a")]) as one, client.stream([add("b")]) as two:
+            call = asyncio.create_task(client.call("flush_cache"))
+            engine.say(outputs(num_running=2, kv_cache_usage=0.5, num_prompt_tokens=7))
+            await until(lambda: client.stats.num_running == 2)
+            for word in last_words:
+                engine.writer.write(word if isinstance(word, bytes) else framed(word))
+            if not last_words or isinstance(last_words[0], bytes):
+                engine.die()
+            cause = "NaN all over" if last_words and isinstance(last_words[0], Failed) else "has died"
+            for stream in (one, two):
+                with pytest.raises(EngineDeadError, match=cause):
+                    await stream.get()
+            with pytest.raises(RequestError, match=cause):
+                await call
+        async with asyncio.timeout(PATIENCE):
+            await task
+        with pytest.raises(EngineDeadError, match=cause):
+            async with client.stream([add("c")]):
+                pass
+        with pytest.raises(EngineDeadError, match=cause):
+            await client.call("flush_cache")
+        client.abort("a")
+        assert changes == [READY, None]
+        assert client.failed_at_start is None
+        assert client.stats == EngineStats(num_prompt_tokens=7)
+
+    asyncio.run(asyncio.wait_for(whole(), PATIENCE))
+
+
+def test_an_engine_that_comes_back(monkeypatch):
+    monkeypatch.setattr(client_module, "FIRST_DELAY", 0.0)
+
+    async def whole():
+        first, broken, second = Engine(), Engine(), Engine()
+        client = Client(first, broken, second, restarts=True)
+        task = asyncio.create_task(client.run())
+        for engine in (first, broken, second):
+            await until(lambda engine=engine: hasattr(engine, "decoder"))
+            if engine is broken:
+                engine.die()  # before it was ready: not the server's end, since there was one that was
+                continue
+            engine.say(READY, outputs(num_prompt_tokens=5, num_accepted_tokens_per_pos=(2, 1)))
+            await until(lambda: client.ready is not None)
+            async with client.stream([add("a")]) as stream:
+                assert isinstance(await engine.hear(), Start)
+                engine_id = (await engine.hear()).request_id
+                engine.say(outputs(delta(engine_id, "x"), num_prompt_tokens=7, num_accepted_tokens_per_pos=(2, 1)))
+                await stream.get()
+                if engine is first:
+                    engine.die()
+                    with pytest.raises(EngineDeadError):
+                        await stream.get()
+        assert client.stats == EngineStats(num_prompt_tokens=14, num_accepted_tokens_per_pos=(4, 2))
+        task.cancel()
+        await asyncio.wait({task})
+
+    asyncio.run(asyncio.wait_for(whole(), PATIENCE))
+
+
+def test_an_engine_that_cannot_start():
+    async def whole(*words):
+        engine = Engine()
+        client = Client(engine, restarts=True)  # which would only fail again
+        task = asyncio.create_task(client.run())
+        await until(lambda: hasattr(engine, "decoder"))
+        engine.say(*words)
+        engine.die()
+        async with asyncio.timeout(PATIENCE):
+            await task
+        return client.failed_at_start
+
+    assert asyncio.run(whole(Failed("ConfigError", "no such option"))).message == "no such option"
+    assert "has died" in asyncio.run(asyncio.wait_for(whole(), PATIENCE)).message
+
+
+def test_a_process_that_cannot_be_made(monkeypatch):
+    monkeypatch.setattr(client_module, "ENGINE_PROCESS", ("/nowhere/python",))
+    client = EngineClient(Start("model", None, {}, "info"), restarts=False)
+    asyncio.run(client.run())
+    assert "cannot be started" in client.failed_at_start.message
+
+
+def test_sums_of_states():
+    first = EngineStats(num_running=1, num_drafts=3, num_accepted_tokens_per_pos=(1, 2))
+    second = EngineStats(num_running=2, num_drafts=4, num_accepted_tokens_per_pos=(1,))
+    assert added(first, second) == EngineStats(num_running=3, num_drafts=7, num_accepted_tokens_per_pos=(2, 2))
+    assert added(EngineStats(), second) == second
