@@ -22,7 +22,7 @@ import numpy as np
 
 SLACK = 0.015  # of the time: by how much rounds may fall behind plain decoding
 LEAD = 4  # of the longest rounds: the most that a batch may lose of what it once gained; luck at batch 1 needs as much
-ALLOWANCE = 0.01  # of the time
+ALLOWANCE = 0.007  # of the time
 LEAST_LOSS = 0.05  # of a round: what trying a length costs at least, so that none is tried all the time
 FIRST_TRIES = 4  # of a length that must be measured before any choice
 RECENT = 9  # rounds whose median is the cost: it follows growing contexts, and ignores a compilation or a stall
@@ -80,6 +80,7 @@ class RoundSeconds:
         self.has_likeness = like is not None
         self._likeness: np.ndarray = np.ones(len(lengths)) if like is None else like.estimate
         self._recent: list[deque[float]] = [deque(maxlen=RECENT) for _ in lengths]
+        self._ratios: dict[int, float] = {}  # of the lengths that have been measured
         self.is_known = self.has_likeness
         self.estimate: np.ndarray = self._likeness
         self.bound = self._likeness
@@ -94,8 +95,9 @@ class RoundSeconds:
             recent.append(self.estimate[index])  # so that a first round, which may hold a compilation, is not believed
         recent.append(seconds)
         self.is_known = True
-        measured = [i for i, recent in enumerate(self._recent) if recent]
-        ratios = [median_low(self._recent[i]) / self._likeness[i] for i in measured]
+        self._ratios[index] = median_low(recent) / self._likeness[index]
+        measured = sorted(self._ratios)
+        ratios = [self._ratios[i] for i in measured]
         estimate = self._likeness * np.interp(self._lengths, self._lengths[measured], ratios)
         self.estimate = not_above_longer(estimate)
         self.bound = self._bound() if self.has_likeness else self.estimate
@@ -122,7 +124,7 @@ class BlockLengths:
         assert list(lengths) == sorted(set(lengths))
         assert lengths[0] == 1 < lengths[-1]
         self.lengths = lengths
-        self._ends = np.array(lengths) - 1
+        self._drafts = np.arange(1, lengths[-1])
         self._seconds: dict[int, RoundSeconds] = {}  # by rows
         # How often the drafts 1..G-1 were reached, and how often accepted: of each slot, and of all together.
         self._seen = np.zeros((max_num_seqs, 2, lengths[-1] - 1))
@@ -130,13 +132,13 @@ class BlockLengths:
         self._prior = np.full(lengths[-1] - 1, HOPE)
         self._lead = 0.0
         self._allowance = 0.0
-        self._unpicked = np.zeros(len(lengths))  # rounds since each was picked
+        self._unpicked = [0] * len(lengths)  # rounds since each was picked
 
     def choose(self, rows: int, slots: Sequence[int]) -> int:
         """The length of the next round, which is compiled for this many rows and runs these slots, one at least."""
         costs = self._seconds_of(rows)
         index = costs.to_try.popleft() if costs.to_try else self._pick(costs, slots)
-        self._unpicked += 1
+        self._unpicked = [rounds + 1 for rounds in self._unpicked]
         self._unpicked[index] = 0
         return self.lengths[index]
 
@@ -187,30 +189,34 @@ class BlockLengths:
 
     def _pick(self, costs: RoundSeconds, slots: Sequence[int]) -> int:
         """The fastest length, or one that has waited for its turn to be tried: the longer, the more it costs."""
-        tokens, seconds = self._expected_tokens(slots), costs.estimate
-        is_safe = costs.bound - costs.bound[0] <= max(self._lead, 0)  # even if every draft is rejected
-        speed = np.where(is_safe, tokens / seconds, 0)
-        best = int(speed.argmax())
-        loss = np.maximum(seconds - tokens / speed[best], LEAST_LOSS * seconds)
-        urgency = np.where(is_safe, self._unpicked / loss, 0)
-        urgency[best] = 0
-        trial = int(urgency.argmax())
-        if trial == best or loss[trial] > self._allowance:
+        tokens, seconds, bound = self._expected_tokens(slots), costs.estimate.tolist(), costs.bound.tolist()
+        # even if every draft is rejected
+        safe = [i for i, most in enumerate(bound) if i == 0 or most - bound[0] <= self._lead]
+        best = max(safe, key=lambda i: tokens[i] / seconds[i])
+        # A length beyond the next says little until the next has shown that its drafts are accepted.
+        trials = [i for i in safe if i != best and i <= best + 1]
+        if not trials:
+            return best
+        best_speed = tokens[best] / seconds[best]
+        loss = {i: max(seconds[i] - tokens[i] / best_speed, LEAST_LOSS * seconds[i]) for i in trials}
+        trial = max(trials, key=lambda i: self._unpicked[i] / loss[i])
+        if loss[trial] > self._allowance:
             return best
         self._allowance -= loss[trial]
         return trial
 
-    def _expected_tokens(self, slots: Sequence[int]) -> np.ndarray:
+    def _expected_tokens(self, slots: Sequence[int]) -> list[float]:
         """Tokens that a round of each length would emit, of all slots together."""
-        reached, accepted = self._seen[slots].swapaxes(0, 1)
-        survival = ((accepted + PRIOR * self._prior) / (reached + PRIOR)).cumprod(axis=1)
-        return len(slots) + np.append(0, survival.sum(axis=0).cumsum())[self._ends]
+        seen = self._seen[slots]
+        survival = ((seen[:, 1] + PRIOR * self._prior) / (seen[:, 0] + PRIOR)).cumprod(axis=1)
+        tokens = [len(slots), *(len(slots) + survival.sum(axis=0).cumsum()).tolist()]
+        return [tokens[length - 1] for length in self.lengths]
 
     def _observe_acceptance(self, length: int, slots: np.ndarray, emitted: np.ndarray) -> None:
         """Count drafts; those after the first rejected one, and after the end of a short block, say nothing."""
-        draft = np.arange(1, self.lengths[-1])
-        reached = draft <= np.minimum(emitted, length - 1)[:, None]
-        seen = np.stack([reached, draft < emitted[:, None]], axis=1)
+        emitted = emitted[:, None]
+        reached = self._drafts <= np.minimum(emitted, length - 1)
+        seen = np.concatenate([reached[:, None], (self._drafts < emitted)[:, None]], axis=1)
         self._seen[slots] = DECAY * self._seen[slots] + seen
         self._seen_of_all = DECAY * self._seen_of_all + seen.sum(axis=0)
         before = HOPE

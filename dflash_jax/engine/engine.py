@@ -89,6 +89,7 @@ class Engine:
         # What steps need that run no layer of the target: each array handed to a step costs the host time.
         outside = {name: value for name, value in target.params.items() if not name.startswith("layers_")}
         self._shared = (outside, self.params[1])
+        self._flat_params = steps.FlatParams.of(self.params)
         self.layout = plan_layout(target.config, draft_config, config)
         log_capacity(target.config, draft_config, self.layout, config)
         self.shapes = Shapes.of(
@@ -109,7 +110,7 @@ class Engine:
 
     def compile(self) -> None:
         """Compile every step for every shape that can come up, and start to count what is compiled after that."""
-        state = (self.params, self._shared, self._slots, self._caches, self._controls, self._device_sampler())
+        state = (self._flat_params, self._shared, self._slots, self._caches, self._controls, self._device_sampler())
         programs = compile_steps(*state, spec=self.spec, shapes=self.shapes)
         logger.info("compiled %d programs", programs)
         self._compiled_at_start = compile_counter().count
@@ -161,6 +162,19 @@ class Engine:
         finally:  # a caller may leave early
             for sequence in sequences:
                 self.abort(sequence)
+
+    def replace_draft(self, params: Params) -> None:
+        """Draft with other weights of the same shapes from now on, and forget the K/V that the old ones left.
+
+        Raises:
+            RuntimeError: something waits, runs or is in flight.
+        """
+        if not self.is_idle:
+            raise RuntimeError("an engine at work keeps its drafter; wait until it is idle.")
+        self.params = (self.params[0], params)
+        self._shared = (self._shared[0], params)
+        self._flat_params = steps.FlatParams.of(self.params)
+        self.scheduler.flush_cache()
 
     @property
     def is_idle(self) -> bool:
@@ -247,7 +261,7 @@ class Engine:
         tables = tables_of(self.scheduler, pending, rows, self._table_width(pending))
         chunk = chunk_of(pending, rows, width, tables)
         self._slots, self._caches, hidden, last = steps.prefill(
-            self.params, self._slots, self._caches, chunk, spec=self.spec
+            self._flat_params, self._slots, self._caches, chunk, spec=self.spec
         )
         self._follows_prefill = True
         if is_scored:
@@ -289,7 +303,7 @@ class Engine:
             block, cache = steps.draft(self._shared, self._slots, self._caches.draft, tables, spec=self.spec)
             self._caches = self._caches.with_draft(cache)
         hidden, self._caches = steps.verify(
-            self.params, self._slots, self._caches, tables, block, spec=self.spec, length=length
+            self._flat_params, self._slots, self._caches, tables, block, spec=self.spec, length=length
         )
         changed = []
         if any(r.sequence.constraint for r in rounds):
@@ -400,9 +414,10 @@ class Engine:
             self._clock.restart()
         seconds = self._clock.read(time.perf_counter(), was_ready=was_ready)
         if self.lengths is not None and step.length:
-            kept = [(r.slot, int(emitted.count[i])) for i, r in enumerate(step.running) if r and not r.released]
-            counts = [max(count, 1) for _, count in kept]
-            self.lengths.observe(step.batch, step.length, [slot for slot, _ in kept], counts, seconds)
+            counts = np.maximum(emitted.count, 1).tolist()
+            kept = [(r.slot, counts[i]) for i, r in enumerate(step.running) if r and not r.released]
+            slots, counts = [slot for slot, _ in kept], [count for _, count in kept]
+            self.lengths.observe(step.batch, step.length, slots, counts, seconds)
 
     def _table_width(self, running: list[Running]) -> int:
         """No wider than these sequences can grow, so that a width seldom changes while they run."""

@@ -10,7 +10,9 @@ Source of the rules: arXiv 2602.06036 section 4.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +43,26 @@ from dflash_jax.models.target import TargetModel
 SCORED_ROWS = 64  # logits of prompts are computed for so many tokens at a time, never for a whole chunk
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FlatParams:
+    """Parameters of target and drafter, flattened once: JAX would walk the tree at each call of a step, on the host."""
+
+    leaves: tuple[jax.Array, ...]
+    structure: Any = field(metadata={"static": True})
+
+    @staticmethod
+    def of(params: tuple[Params, Params]) -> FlatParams:
+        """Of the target's and the drafter's."""
+        leaves, structure = jax.tree.flatten(params)
+        return FlatParams(tuple(leaves), structure)
+
+    def unflatten(self) -> tuple[Params, Params]:
+        """The target's and the drafter's."""
+        params: tuple[Params, Params] = self.structure.unflatten(self.leaves)
+        return params
+
+
 @partial(jax.jit, static_argnames="spec", donate_argnames="cache")
 def draft(
     params: tuple[Params, Params], slots: Slots, cache: PagedKVCache, tables: Tables, *, spec: StepSpec
@@ -65,7 +87,7 @@ def draft(
 
 @partial(jax.jit, static_argnames=("spec", "length"), donate_argnames="caches")
 def verify(
-    params: tuple[Params, Params],
+    params: FlatParams,
     slots: Slots,
     caches: Caches,
     tables: Tables,
@@ -82,7 +104,7 @@ def verify(
     Returns:
         The target's final hidden states, and the caches.
     """
-    models, caches = bind(params, spec), caches.through(tables)
+    models, caches = bind(params.unflatten(), spec), caches.through(tables)
     tokens = rows_of(slots.anchor, tables.rows)[:, None] if block is None else block[:, :length]
     hidden, caches = extend(models, tokens, block_positions(slots, tables, length), caches, spec)
     return spec.replicate(hidden), caches.pools()
@@ -146,7 +168,7 @@ def commit(
 
 @partial(jax.jit, static_argnames="spec", donate_argnames=("slots", "caches"))
 def prefill(
-    params: tuple[Params, Params], slots: Slots, caches: Caches, chunk: Chunk, *, spec: StepSpec
+    params: FlatParams, slots: Slots, caches: Caches, chunk: Chunk, *, spec: StepSpec
 ) -> tuple[Slots, Caches, Float[Array, "B T D"], Float[Array, "B 1 D"]]:
     """Process a part of B prompts, the drafter's context included.
 
@@ -157,7 +179,7 @@ def prefill(
         The slots and caches after the step; the hidden states of the chunk, and those of the last token of each
         prompt that ends in it.
     """
-    models, caches = bind(params, spec), caches.through(chunk.tables)
+    models, caches = bind(params.unflatten(), spec), caches.through(chunk.tables)
     hidden, caches = extend(models, chunk.tokens, chunk.positions, caches, spec)
     is_last = chunk.positions == chunk.length[:, None] - 1
     last = jnp.take_along_axis(hidden, is_last.argmax(axis=1)[:, None, None], axis=1)

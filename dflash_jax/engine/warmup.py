@@ -54,7 +54,7 @@ def compile_counter() -> CompileCounter:
 
 
 def compile_steps(
-    params: tuple[Params, Params],
+    params: steps.FlatParams,
     shared: tuple[Params, Params],
     slots: Slots,
     caches: Caches,
@@ -68,7 +68,7 @@ def compile_steps(
 
     Args:
         params: the target's and the drafter's.
-        shared: the same, without the target's layers.
+        shared: the same as trees, without the target's layers.
         slots: of the engine; only shapes, dtypes and places matter here, as of all that follow.
         caches: likewise.
         controls: likewise.
@@ -80,7 +80,7 @@ def compile_steps(
         How many programs there are.
     """
     whole = NamedSharding(spec.mesh, PartitionSpec())
-    hidden_dtype, width = params[0]["norm"].dtype, spec.target.hidden_size
+    hidden_dtype, width = shared[0]["norm"].dtype, spec.target.hidden_size
 
     def hidden(rows: int, length: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, length, width), hidden_dtype, sharding=whole)
