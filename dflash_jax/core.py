@@ -106,6 +106,7 @@ class SamplingParams:
         logprobs: log-probabilities of each emitted token and of this many likeliest alternatives, at most 20.
         prompt_logprobs: the same of each token of the prompt but the first.
         skip_special_tokens: leave special tokens out of the text.
+        detokenize: make text of the tokens; without it, outputs have token ids alone and cost the host less.
         speculation: False decodes without the drafter, one token a round; beside requests that use it, it rides along.
 
     Raises:
@@ -135,6 +136,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    detokenize: bool = True
     speculation: bool = True
 
     def __post_init__(self) -> None:
@@ -375,6 +377,7 @@ _SAMPLING = {
     "logprobs": _optional(_integer(0, MOST_LOGPROBS)),
     "prompt_logprobs": _optional(_integer(0, MOST_LOGPROBS)),
     "skip_special_tokens": _BOOLEAN,
+    "detokenize": _BOOLEAN,
     "speculation": _BOOLEAN,
 }
 _STRUCTURES = {

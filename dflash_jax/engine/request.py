@@ -140,6 +140,8 @@ def check_params(
     ):
         if needs_text and not has_tokenizer:
             raise RequestError(f"{name} need a tokenizer and the model folder has none; {instead}.")
+    if params.stop and not params.detokenize:
+        raise RequestError("stop strings are looked for in text, and detokenize=False makes none; use stop_token_ids.")
     return room if params.max_tokens is None else min(params.max_tokens, room)
 
 
