@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from dflash_jax.checkpoint.folder import resolve_folder
+from dflash_jax.checkpoint.folder import alias_drafter, resolve_folder
 from dflash_jax.checkpoint.loader import load_kv_scales, load_params
 from dflash_jax.checkpoint.tokenizer import Tokenizer
 from dflash_jax.config import (
@@ -81,7 +81,7 @@ class Frontend(Renderer):
                     seed=(seed + i) % SEED_LIMIT,
                     eos_token_ids=() if params.ignore_eos else self.eos_token_ids,
                     max_new_tokens=max_new_tokens,
-                    tokenizer=self.tokenizer,
+                    tokenizer=self.tokenizer if params.detokenize else None,
                     output=CompletionOutput(index=i),
                     constraint=self._constraints.of(params) if self._constraints else None,
                     first=sequences[0] if sequences else None,
@@ -98,13 +98,15 @@ class Frontend(Renderer):
 
 
 def resolve_folders(model: str | Path | None, draft_model: str | Path | None) -> tuple[Path, Path | None]:
-    """The folders of target and drafter; without a model, the embedded pair's.
+    """The folders of target and drafter; without a model, the embedded pair's, and an alias may have a drafter.
 
     Raises:
         CheckpointError: one is neither a folder nor a repository that can be reached.
     """
     if model is None:
         model, draft_model = EMBEDDED / "target", draft_model or EMBEDDED / "draft"
+    elif draft_model is None:
+        draft_model = alias_drafter(model)
     return resolve_folder(model), None if draft_model is None else resolve_folder(draft_model)
 
 

@@ -56,6 +56,10 @@ class Tokenizer:
         """The end-of-sequence token."""
         return self.hf.eos_token_id
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name, None if there is none."""
+        return self.hf.get_vocab().get(token)
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the folder says what a conversation looks like."""
