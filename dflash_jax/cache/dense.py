@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.config import LayerMask
 from pallas_kernels.masks import visible
@@ -56,17 +56,26 @@ class DenseKVCache:
     ) -> Float[Array, "B T N H"]:
         """Attention in float32; a row that sees nothing gives zeros."""
         keys, values = (pool[layer].astype(q.dtype) for pool in (self.keys, self.values))
-        B, T, N, H = q.shape
-        K = keys.shape[2]
         key_positions = jnp.arange(keys.shape[1])
         seen = visible(positions, key_positions[None, :], mask=mask.mask, window=mask.window)
-        seen &= (key_positions < kv_length[:, None])[:, None, :]
-        precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-        grouped = q.reshape(B, T, K, N // K, H)
-        scores = jnp.einsum(
-            "btkgh,bskh->bkgts", grouped, keys, precision=precision, preferred_element_type=jnp.float32
-        ) * (H**-0.5)
-        weights = jax.nn.softmax(scores, axis=-1, where=seen[:, None, None])
-        weights = jnp.where(seen[:, None, None], weights, 0.0).astype(q.dtype)
-        out = jnp.einsum("bkgts,bskh->btkgh", weights, values, precision=precision)
-        return out.reshape(B, T, N, H)
+        return attention(q, keys, values, seen & (key_positions < kv_length[:, None])[:, None, :])
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    keys: Float[Array, "B S K H"],
+    values: Float[Array, "B S K H"],
+    seen: Bool[Array, "#B T S"],
+) -> Float[Array, "B T N H"]:
+    """Attention over the keys that each row sees, in float32; a row that sees nothing gives zeros."""
+    B, T, N, H = q.shape
+    K = keys.shape[2]
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    grouped = q.reshape(B, T, K, N // K, H)
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, keys, precision=precision, preferred_element_type=jnp.float32) * (
+        H**-0.5
+    )
+    weights = jax.nn.softmax(scores, axis=-1, where=seen[:, None, None])
+    weights = jnp.where(seen[:, None, None], weights, 0.0).astype(q.dtype)
+    out = jnp.einsum("bkgts,bskh->btkgh", weights, values, precision=precision)
+    return out.reshape(B, T, N, H)

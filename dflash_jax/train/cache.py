@@ -1,0 +1,146 @@
+"""Keys and values of whole sequences in one call: what stands for a `KVCache` in training.
+
+The layers are the ones that serve; only where they keep keys and values differs. Nothing here is written in place, and
+everything is differentiable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.cache.dense import attention
+from dflash_jax.config import LayerMask
+from pallas_kernels.masks import visible
+
+CUDNN_HEAD_DIM = 256  # the largest that cuDNN's fused attention takes on Hopper
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SequenceCache:
+    """A `models.layers.KVCache` of one call over whole sequences: position t of a sequence is row t.
+
+    It holds what a call has written, layer by layer, and attends over it causally. Rows of padding stand behind the
+    others, where causal attention never sees them.
+    """
+
+    keys: dict[int, Float[Array, "B T K H"]] = field(default_factory=dict)
+    values: dict[int, Float[Array, "B T K H"]] = field(default_factory=dict)
+
+    def write(
+        self,
+        layer: int,
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        positions: Int[Array, "B T"],
+    ) -> SequenceCache:
+        """Keep k and v of every position."""
+        return replace(self, keys={**self.keys, layer: k}, values={**self.values, layer: v})
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "B T N H"],
+        positions: Int[Array, "B T"],
+        kv_length: Int[Array, " B"],
+        mask: LayerMask,
+    ) -> Float[Array, "B T N H"]:
+        """Causal attention of every row over the rows before it, cuDNN's where it can be had."""
+        keys, values = self.keys[layer], self.values[layer]
+        if q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu" and q.shape[-1] <= CUDNN_HEAD_DIM:
+            window = None if mask.window is None else (mask.window - 1, 0)
+            return jax.nn.dot_product_attention(
+                q, keys, values, is_causal=True, local_window_size=window, implementation="cudnn"
+            )
+        rows = jnp.arange(q.shape[1])
+        seen = visible(rows, rows, mask=mask.mask, window=mask.window)
+        return attention(q, keys, values, seen[None])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PackedBlocks:
+    """A `models.layers.KVCache` of A drafted blocks of G rows for each sequence, all in one call.
+
+    A block sees the context strictly below its anchor and its own rows, never another block: exactly what it would see
+    alone, with the drafter's cache cut at its anchor. Source: arXiv 2602.06036, section 4.2.
+
+    Attributes:
+        context: the drafter's keys and values of every position of the sequences.
+        anchors: positions of the blocks' first rows.
+        own: keys and values of the rows themselves, [B, A*G, K, H], layer by layer.
+    """
+
+    context: SequenceCache
+    anchors: Int[Array, "B A"]
+    own: SequenceCache = field(default_factory=SequenceCache)
+
+    def write(
+        self,
+        layer: int,
+        k: Float[Array, "B Q K H"],
+        v: Float[Array, "B Q K H"],
+        positions: Int[Array, "B Q"],
+    ) -> PackedBlocks:
+        """Keep k and v of the blocks' own rows."""
+        return replace(self, own=self.own.write(layer, k, v, positions))
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "B Q N H"],
+        positions: Int[Array, "B Q"],
+        kv_length: Int[Array, " B"],
+        mask: LayerMask,
+    ) -> Float[Array, "B Q N H"]:
+        """Attention of every block over its context and itself; recomputed, not kept, for the gradient."""
+        return _packed_attention(
+            q,
+            (self.context.keys[layer], self.context.values[layer]),
+            (self.own.keys[layer], self.own.values[layer]),
+            self.anchors,
+            mask,
+        )
+
+
+def context_seen(anchors: Int[Array, "B A"], G: int, T: int, mask: LayerMask) -> Bool[Array, "B A G T"]:
+    """Whether row g of a block sees the context at position t."""
+    rows, keys = anchors[..., None] + jnp.arange(G), jnp.arange(T)
+    return visible(rows, keys, mask=mask.mask, window=mask.window) & (keys < anchors[..., None, None])
+
+
+def _packed_attention(
+    q: Float[Array, "B Q N H"],
+    context: tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]],
+    own: tuple[Float[Array, "B Q K H"], Float[Array, "B Q K H"]],
+    anchors: Int[Array, "B A"],
+    mask: LayerMask,
+) -> Float[Array, "B Q N H"]:
+    """One softmax over scores of the context [.., T] and of the block itself [.., G], in float32."""
+    B, Q, N, H = q.shape
+    A, K, T = anchors.shape[1], own[0].shape[2], context[0].shape[1]
+    G = Q // A
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+    @jax.checkpoint
+    def attend(q: Array, context: tuple[Array, Array], own: tuple[Array, Array], anchors: Array) -> Array:
+        rows = jnp.arange(G)
+        own_seen = visible(rows, rows, mask=mask.mask, window=mask.window)
+        seen = jnp.concatenate([context_seen(anchors, G, T, mask), jnp.broadcast_to(own_seen, (B, A, G, G))], axis=-1)
+        queries = q.reshape(B, A, G, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)
+        own_keys, own_values = (x.reshape(B, A, G, K, H) for x in own)
+        wide = {"precision": precision, "preferred_element_type": jnp.float32}
+        far = jnp.einsum("bagknh,btkh->bknagt", queries, context[0], **wide)
+        near = jnp.einsum("bagknh,baskh->bknags", queries, own_keys, **wide)
+        scores = jnp.where(seen[:, None, None], jnp.concatenate([far, near], axis=-1), -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+        out = jnp.einsum("bknagt,btkh->bagknh", weights[..., :T], context[1], precision=precision)
+        out += jnp.einsum("bknags,baskh->bagknh", weights[..., T:], own_values, precision=precision)
+        return out.reshape(B, Q, N, H)
+
+    return attend(q, context, own, anchors)

@@ -1,0 +1,184 @@
+"""What decides a training run: read from flags and from a preset in `configs/train/`, kept beside the checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.config import DraftConfig, TargetConfig
+from dflash_jax.config.draft import default_target_layer_ids, draft_config
+from dflash_jax.errors import ConfigError
+from dflash_jax.train.objective import Loss
+
+MASK_TOKENS = ("<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
+# Changing these does not change what has been trained so far.
+FREE = ("eval_every", "eval_samples", "eval_max_tokens", "save_every", "log_every", "data_parallel_size", "stop_at")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Options of `python -m dflash_jax.train`; defaults are the recipe of arXiv 2602.06036, section 5 and A.1.
+
+    Attributes:
+        target: folder or Hugging Face Hub id of the target.
+        data: folders of `dflash_jax.train.data`, or JSONL files.
+        out: where the drafter is written; checkpoints and logs lie in `training/` there.
+        draft_model: a drafter to go on from; its configuration then comes from it.
+        num_hidden_layers: of the drafter.
+        layer_types: "full_attention" or "sliding_attention" of each; None lets the last be full and the others slide.
+        sliding_window: W of sliding layers, tokens.
+        block_size: G.
+        target_layer_ids: taps; None spreads as many as the drafter has layers.
+        mask_token_id: None takes the tokenizer's mask token, or else the last row of the embedding.
+        intermediate_size: F; None takes the target's, as the other sizes.
+        loss: "decay" (fixed weights of positions) or "dpace" (weights by confidence).
+        gamma: of "decay"; None takes 7, 5 and 4 for blocks of 16, 10 and 8.
+        dpace_alpha: of "dpace".
+        num_anchors: blocks in a sequence of max_length tokens, fewer in shorter ones; redrawn each epoch.
+        max_length: tokens of a sequence; longer ones are cut.
+        batch_tokens: tokens of a step, padding included.
+        epochs: passes over the data.
+        learning_rate: at its height.
+        min_learning_rate: at the end, as a share of the height.
+        warmup_ratio: share of the steps.
+        weight_decay: of matrices.
+        max_grad_norm: bound on the gradient's norm.
+        dtype: to compute in; weights and optimizer are float32.
+        feature_cache: folder to keep target features in; None computes them in every step.
+        data_parallel_size: devices that split the batch.
+        tensor_parallel_size: devices that split each weight.
+        seed: of initial weights, order of the data and anchors.
+        stop_at: steps after which to stop as if interrupted; None runs to the end.
+        log_every: steps between lines of the log.
+        save_every: steps between checkpoints.
+        eval_every: steps between measurements of the acceptance length by the engine; 0 measures at the end only.
+        eval_samples: samples held out of training for that; 0 measures nothing.
+        eval_max_tokens: tokens generated for each.
+    """
+
+    target: str
+    data: tuple[str, ...]
+    out: str
+    draft_model: str | None = None
+    num_hidden_layers: int = 5
+    layer_types: tuple[str, ...] | None = None
+    sliding_window: int = 2048
+    block_size: int = 16
+    target_layer_ids: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
+    intermediate_size: int | None = None
+    loss: Loss = "decay"
+    gamma: float | None = None
+    dpace_alpha: float = 0.5
+    num_anchors: int = 512
+    max_length: int = 3072
+    batch_tokens: int = 3072 * 4
+    epochs: int = 6
+    learning_rate: float = 6e-4
+    min_learning_rate: float = 0.0
+    warmup_ratio: float = 0.04
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    dtype: str = "bfloat16"
+    feature_cache: str | None = None
+    data_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    seed: int = 0
+    stop_at: int | None = None
+    log_every: int = 10
+    save_every: int = 500
+    eval_every: int = 500
+    eval_samples: int = 64
+    eval_max_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        """Check what needs no file.
+
+        Raises:
+            ConfigError: a value is impossible.
+        """
+        positive = (
+            "num_hidden_layers sliding_window num_anchors max_length batch_tokens epochs learning_rate max_grad_norm "
+            "data_parallel_size tensor_parallel_size log_every save_every eval_max_tokens"
+        )
+        for name in positive.split():
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be positive.")
+        for name in ("weight_decay", "eval_every", "eval_samples", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 0.")
+        for name in ("min_learning_rate", "warmup_ratio", "dpace_alpha"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must lie between 0 and 1.")
+        if self.loss not in ("decay", "dpace"):
+            raise ConfigError(f"loss={self.loss!r} is unknown; use 'decay' or 'dpace'.")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"dtype={self.dtype!r} is unknown; use 'float32' or 'bfloat16'.")
+        if not self.data:
+            raise ConfigError("data names nothing to train on; give a folder of python -m dflash_jax.train.data.")
+        if self.max_length < 2 * self.block_size:
+            raise ConfigError(
+                f"max_length={self.max_length} holds no context and block of {self.block_size}; raise it to at least "
+                f"{2 * self.block_size}."
+            )
+        if self.batch_tokens < self.max_length * self.data_parallel_size:
+            raise ConfigError(
+                f"batch_tokens={self.batch_tokens} holds fewer than {self.data_parallel_size} sequences of "
+                f"max_length={self.max_length}; raise it or lower max_length."
+            )
+
+    @property
+    def decay(self) -> float:
+        """Gamma, with the paper's values as defaults."""
+        return self.gamma if self.gamma is not None else {8: 4.0, 10: 5.0}.get(self.block_size, 7.0)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a run that goes on must have in common with the run that began."""
+        return {name: value for name, value in asdict(self).items() if name not in FREE and name != "out"}
+
+
+def draft_config_of(config: TrainConfig, target: TargetConfig, mask_token_id: int) -> DraftConfig:
+    """The drafter that a run asks for: the target's sizes, with plain RoPE and norms of queries and keys.
+
+    Raises:
+        ConfigError: layer types or taps do not fit.
+    """
+    layers = config.num_hidden_layers
+    types = config.layer_types or ("sliding_attention",) * (layers - 1) + ("full_attention",)
+    taps = config.target_layer_ids or default_target_layer_ids(target.num_hidden_layers, layers)
+    raw = {
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": layers,
+        "layer_types": list(types),
+        "use_sliding_window": "sliding_attention" in types,
+        "sliding_window": config.sliding_window,
+        "block_size": config.block_size,
+        "dflash_config": {"target_layer_ids": list(taps), "mask_token_id": mask_token_id},
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": config.intermediate_size or target.intermediate_size,
+        "num_attention_heads": target.num_attention_heads,
+        "num_key_value_heads": target.num_key_value_heads,
+        "head_dim": target.head_dim,
+        "rms_norm_eps": target.rms_norm_eps,
+        "rope_theta": target.rope.theta,
+        "max_position_embeddings": target.max_position_embeddings,
+        "dtype": "bfloat16",
+    }
+    return draft_config(raw, "the drafter asked for")
+
+
+def options_of(raw: dict[str, Any], where: str | Path) -> dict[str, Any]:
+    """Options as a preset names them, lists as tuples.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    known = {field.name for field in fields(TrainConfig)}
+    options = {name.replace("-", "_"): value for name, value in raw.items()}
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{where}: there is no option {name!r}; known are {', '.join(sorted(known))}.")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}

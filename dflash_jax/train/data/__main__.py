@@ -1,0 +1,163 @@
+"""Make training data: `python -m dflash_jax.train.data --model T --out D --prompts FILE.jsonl`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.config import EngineArgs
+from dflash_jax.config.engine import DTYPES, KV_CACHE_DTYPES
+from dflash_jax.errors import DFlashError
+from dflash_jax.frontend import resolve_folders
+from dflash_jax.llm import LLM
+from dflash_jax.train.data.folder import DataFolder
+from dflash_jax.train.data.options import DataOptions
+from dflash_jax.train.data.run import fingerprint, make_data
+
+ENGINE = (
+    "dtype",
+    "kv_cache_dtype",
+    "draft_kv_cache_dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_speculative_tokens",
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "compile_at_start",
+)
+NUMERIC = ("dtype", "kv_cache_dtype", "max_model_len")  # of these, the ones that responses depend on
+MOST_SEQUENCES = 128  # side by side, unless told otherwise: nobody waits for the first token here
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash_jax.train.data",
+        description="Have a target answer prompts, as training data for its drafter. The same command resumes.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_engine(parser.add_argument_group("engine"))
+    _add_prompts(parser.add_argument_group("prompts"))
+    _add_answers(parser.add_argument_group("responses"))
+    return parser.parse_args(arguments)
+
+
+def _add_engine(group: Any) -> None:
+    default, add, kv_dtypes = EngineArgs(), group.add_argument, ["auto", *KV_CACHE_DTYPES]
+    add("--model", help="folder or Hugging Face Hub id of the target; without it, the embedded pair")
+    add("--draft-model", help="the same of a DFlash drafter, which makes it faster and changes nothing")
+    add("--dtype", default=default.dtype, choices=["auto", *DTYPES], help="of parameters and activations")
+    add("--kv-cache-dtype", default=default.kv_cache_dtype, choices=kv_dtypes, help="of stored K and V")
+    add("--draft-kv-cache-dtype", default=default.draft_kv_cache_dtype, choices=kv_dtypes, help="the drafter's")
+    add("--max-model-len", type=int, help="tokens of prompt and response; longer prompts are dropped")
+    add("--max-num-seqs", type=int, default=MOST_SEQUENCES, help="most sequences that run side by side")
+    add("--max-num-batched-tokens", type=int, default=default.max_num_batched_tokens, help="prompt tokens a step")
+    add("--num-speculative-tokens", type=int, help="drafts verified each round; without it, as many as pay")
+    add("--tensor-parallel-size", type=int, default=default.tensor_parallel_size, help="devices that share the model")
+    add("--gpu-memory-utilization", type=float, default=default.gpu_memory_utilization, help="share of its memory")
+    add("--kv-cache-memory-bytes", type=int, help="memory for the KV cache; overrides the share")
+    on_off = argparse.BooleanOptionalAction
+    add("--compile-at-start", action=on_off, help="compile every step first; without it, on accelerators only")
+
+
+def _add_prompts(group: Any) -> None:
+    default, add = DataOptions(self_prompts=1), group.add_argument
+    add("--prompts", type=Path, nargs="+", default=[], metavar="FILE", help="JSONL of messages or prompts")
+    add("--max-prompts", type=int, help="most prompts to take from the files")
+    add("--self-prompts", type=int, default=0, metavar="N", help="have the model make this many prompts itself")
+    add("--system", dest="systems", nargs="+", default=[], metavar="TEXT", help="system messages for these, in turn")
+    add("--prompt-top-p", type=float, default=default.prompt_top_p, help="probability mass to make these from")
+    add("--prompt-max-tokens", type=int, default=default.prompt_max_tokens, help="most tokens of one of these")
+    add("--chat-template-kwargs", type=_json_object, default={}, metavar="JSON", help="variables of the template")
+
+
+def _add_answers(group: Any) -> None:
+    default, add = DataOptions(self_prompts=1), group.add_argument
+    add("--out", type=Path, required=True, help="folder to make, or to go on with")
+    add(
+        "--temperature",
+        dest="temperatures",
+        type=float,
+        nargs="+",
+        default=list(default.temperatures),
+        help="each prompt is answered once at each",
+    )
+    add("--top-p", type=float, default=default.top_p, help="probability mass to keep")
+    add("--max-tokens", type=int, default=default.max_tokens, help="most tokens of a response")
+    add("--min-tokens", type=int, default=default.min_tokens, help="drop responses with fewer")
+    add("--max-repetition", type=float, help="drop responses with a larger share of repeated 8-grams")
+    add("--seed", type=int, default=default.seed, help="of everything that is sampled")
+    add("--shard-size", type=int, default=default.shard_size, help="responses asked for between two writes")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object such as {{"enable_thinking": false}}')
+    return value
+
+
+def options_of(args: argparse.Namespace) -> DataOptions:
+    """What a command line asks for.
+
+    Raises:
+        DFlashError: an option is out of range.
+    """
+    given = {field.name: getattr(args, field.name) for field in fields(DataOptions)}
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    return DataOptions(**values)
+
+
+def run(args: argparse.Namespace) -> DataFolder:
+    """Make the data, or what is missing of them; returns the finished folder.
+
+    Raises:
+        DFlashError: an option is wrong, the model cannot be loaded, or a prompt cannot be served.
+    """
+    options = options_of(args)
+    target = resolve_folders(args.model, args.draft_model)[0]
+    numeric = {name: getattr(args, name) for name in NUMERIC}
+    arguments = {**options.arguments(), **numeric, **fingerprint(target)}
+    folder = DataFolder(args.out, model=args.model or "the embedded pair", arguments=arguments)
+    if not folder.manifest.complete:
+        engine = {name: getattr(args, name) for name in ENGINE}
+        # Pages of past prompts would make a run that is resumed differ from one that never stopped.
+        llm = LLM(args.model, args.draft_model, enable_prefix_caching=False, **engine)
+        make_data(llm, options, folder)
+    return folder
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, 2 after an error, 130 when interrupted."""
+    args = parse_args(arguments)
+    try:
+        folder = run(args)
+    except DFlashError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"stopped; the same command goes on with {args.out}", file=sys.stderr)
+        return 130
+    _print(folder.manifest.counts, args.self_prompts)
+    return 0
+
+
+def _print(counts: Mapping[str, int], wanted: int) -> None:
+    """What became of all prompts and responses."""
+    if counts["prompts"] < wanted:
+        print(f"warning: the model made {counts['prompts']} of {wanted} prompts; see the counts", file=sys.stderr)
+    print("\n".join(f"{name.replace('_', ' '):18} {value:>14,}" for name, value in counts.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

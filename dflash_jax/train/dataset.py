@@ -1,0 +1,159 @@
+"""Samples in memory, and the batches of an epoch: a function of seed, epoch and number, so that a run can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from dflash_jax.errors import ConfigError
+from dflash_jax.train.data.shards import Sample
+from dflash_jax.train.objective import Batch
+
+BUCKETS = 4  # lengths that batches are padded to: quarters of max_length
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Prompts and responses, one behind the other.
+
+    Attributes:
+        tokens: of all samples.
+        starts: where each begins in `tokens`, and the end of the last.
+        prompts: tokens of each sample's prompt.
+    """
+
+    tokens: Int[np.ndarray, " X"]
+    starts: Int[np.ndarray, " n+1"]
+    prompts: Int[np.ndarray, " n"]
+
+    @staticmethod
+    def of(samples: Iterable[Sample], max_length: int) -> Dataset:
+        """Keep samples, cut to max_length, whose response still has two tokens: an anchor and one to predict.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        kept: list[np.ndarray] = []
+        prompts: list[int] = []
+        for sample in samples:
+            ids = np.array([*sample.prompt_token_ids, *sample.token_ids][:max_length], np.int32)
+            if len(ids) - len(sample.prompt_token_ids) >= 2:
+                kept.append(ids)
+                prompts.append(len(sample.prompt_token_ids))
+        if not kept:
+            raise ConfigError(
+                f"the data hold no response of two tokens or more within max_length={max_length}; raise it or give "
+                "other data."
+            )
+        starts = np.concatenate([[0], np.cumsum([len(ids) for ids in kept])])
+        return Dataset(np.concatenate(kept), starts, np.array(prompts, np.int32))
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self.prompts)
+
+    def sample(self, i: int) -> Sample:
+        """Sample i as it was read, perhaps cut."""
+        ids = self.tokens[self.starts[i] : self.starts[i + 1]].tolist()
+        return Sample(tuple(ids[: self.prompts[i]]), tuple(ids[self.prompts[i] :]))
+
+    def split(self, held_out: int, seed: int) -> tuple[Dataset, list[Sample]]:
+        """The data without some random samples, and these.
+
+        Raises:
+            ConfigError: nothing would be left.
+        """
+        if held_out >= len(self):
+            raise ConfigError(f"eval_samples={held_out} leaves nothing of {len(self)} samples to train on; lower it.")
+        out = np.random.default_rng([seed, 0]).permutation(len(self))[:held_out]
+        kept = np.setdiff1d(np.arange(len(self)), out)
+        pieces = [self.tokens[self.starts[i] : self.starts[i + 1]] for i in kept]
+        starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])])
+        return Dataset(np.concatenate(pieces), starts, self.prompts[kept]), [self.sample(i) for i in out]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of every epoch: samples of like length side by side, padded to one of a few shapes.
+
+    Attributes:
+        dataset: the samples.
+        max_length: tokens of the longest shape.
+        batch_tokens: most tokens of a batch.
+        multiple_of: rows of a batch are a multiple of it.
+        num_anchors: blocks of a sequence of max_length.
+        seed: of order and anchors.
+    """
+
+    dataset: Dataset
+    max_length: int
+    batch_tokens: int
+    multiple_of: int
+    num_anchors: int
+    seed: int
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """Tokens, rows and anchors of each shape, shortest first."""
+        lengths = sorted({-(-self.max_length * quarter // BUCKETS) for quarter in range(1, BUCKETS + 1)})
+        rows = [self.batch_tokens // length // self.multiple_of * self.multiple_of for length in lengths]
+        return [(T, B, -(-self.num_anchors * T // self.max_length)) for T, B in zip(lengths, rows, strict=True)]
+
+    @cached_property
+    def _members(self) -> list[np.ndarray]:
+        """The samples of each shape."""
+        lengths = np.diff(self.dataset.starts)
+        which = np.searchsorted([shape[0] for shape in self.shapes], lengths)
+        return [np.flatnonzero(which == i) for i in range(len(self.shapes))]
+
+    @cached_property
+    def per_epoch(self) -> int:
+        """Batches of an epoch."""
+        return sum(-(-len(members) // B) for members, (_, B, _) in zip(self._members, self.shapes, strict=True))
+
+    def after(self, step: int) -> Iterator[tuple[np.ndarray, Batch]]:
+        """The samples and the batch of every step from a step on, without end."""
+        while True:
+            epoch, first = divmod(step, self.per_epoch)
+            for samples, batch in self.epoch(epoch, first):
+                yield samples, batch
+                step += 1
+
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[np.ndarray, Batch]]:
+        """The samples and the batches of an epoch from its batch number `first` on."""
+        for number, (shape, samples) in enumerate(self._order(epoch)):
+            if number >= first:
+                yield samples, self._batch(shape, samples, epoch * self.per_epoch + number)
+
+    def _order(self, epoch: int) -> list[tuple[tuple[int, int, int], np.ndarray]]:
+        """Shape and samples of each batch of an epoch; the last batch of a shape may have fewer than it has rows."""
+        rng = np.random.default_rng([self.seed, 1, epoch])
+        batches = []
+        for shape, members in zip(self.shapes, self._members, strict=True):
+            shuffled = rng.permutation(members)
+            batches += [(shape, shuffled[start : start + shape[1]]) for start in range(0, len(shuffled), shape[1])]
+        return [batches[i] for i in rng.permutation(len(batches))]
+
+    def _batch(self, shape: tuple[int, int, int], samples: np.ndarray, step: int) -> Batch:
+        """Host arrays; rows without a sample are empty."""
+        T, B, A = shape
+        tokens, lengths, prompts = np.zeros((B, T), np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32)
+        for row, i in enumerate(samples):
+            ids = self.dataset.tokens[self.dataset.starts[i] : self.dataset.starts[i + 1]]
+            tokens[row, : len(ids)] = ids
+            lengths[row], prompts[row] = len(ids), self.dataset.prompts[i]
+        positions = np.arange(T)
+        allowed = (positions >= prompts[:, None]) & (positions < lengths[:, None] - 1)
+        return Batch(tokens, lengths, draw_anchors(np.random.default_rng([self.seed, 2, step]), allowed, A))
+
+
+def draw_anchors(rng: np.random.Generator, allowed: Bool[np.ndarray, "B T"], A: int) -> Int[np.ndarray, "B A"]:
+    """A random allowed positions of each row, all different, in order; -1 where a row has no more."""
+    order = np.where(allowed, rng.random(allowed.shape), 2.0)
+    drawn = np.argsort(order, axis=1)[:, :A]
+    drawn = np.where(np.take_along_axis(allowed, drawn, axis=1), drawn, -1)
+    return np.sort(drawn, axis=1).astype(np.int32)

@@ -1,0 +1,50 @@
+"""The acceptance length of a drafter in training, measured by the engine that will serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.checkpoint.loader import Params
+from dflash_jax.core import Prompt, SamplingParams
+from dflash_jax.eval.acceptance import measure
+from dflash_jax.llm import LLM
+from dflash_jax.train.config import TrainConfig
+from dflash_jax.train.data.shards import Sample
+
+KV_CACHE_BYTES = 2**30
+
+
+class Evaluator:
+    """Completes the prompts of samples that were held out, with whatever drafter it is given."""
+
+    def __init__(self, config: TrainConfig, target: Path, draft: Path, samples: Sequence[Sample]):
+        self._llm = LLM(
+            target,
+            draft,
+            dtype=config.dtype,
+            max_num_seqs=min(64, len(samples)),
+            kv_cache_memory_bytes=KV_CACHE_BYTES,
+            max_model_len=config.max_length + config.eval_max_tokens,
+            tensor_parallel_size=config.tensor_parallel_size,
+            enable_prefix_caching=False,
+            num_speculative_tokens=config.block_size - 1,
+            compile_at_start=False,
+        )
+        self._dtype = jnp.dtype(config.dtype)
+        self._prompts: list[Prompt] = [{"prompt_token_ids": list(sample.prompt_token_ids)} for sample in samples]
+        self._sampling = SamplingParams(temperature=0.0, max_tokens=config.eval_max_tokens)
+
+    def __call__(self, params: Params) -> dict[str, float]:
+        """Figures of a drafter with these weights, by name; lengths in tokens a round, the target's own included."""
+        self._llm.engine.replace_draft(jax.tree.map(lambda array: array.astype(self._dtype), params))
+        found = measure(self._llm, self._prompts, self._sampling)
+        positions = {f"accepted/{k}": share for k, share in enumerate(found.acceptance_per_position, start=1)}
+        return {
+            "acceptance_length": found.mean_acceptance_length or 1.0,
+            "repeated_ngrams": found.repeated_ngrams or 0.0,
+            **positions,
+        }

@@ -1,0 +1,69 @@
+"""Features of the target, computed once and kept on disk: for targets that cost more than reading them back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from dflash_jax.checkpoint.export import save_json
+from dflash_jax.checkpoint.loader import Params
+from dflash_jax.config import TargetConfig
+from dflash_jax.train.dataset import Batches
+from dflash_jax.train.objective import Batch, target_features
+
+
+@dataclass(frozen=True)
+class FeatureCache:
+    """Features [X, C] of every token of a data set, in one mapped file.
+
+    Attributes:
+        rows: bfloat16 or float32, one row a token.
+        starts: first row of each sample.
+    """
+
+    rows: Float[np.ndarray, "X C"]
+    starts: np.ndarray
+
+    @staticmethod
+    def of(folder: Path, target: TargetConfig, params: Params, taps: tuple[int, ...], batches: Batches) -> FeatureCache:
+        """Open the features of a data set, or compute them: a file counts once its description stands beside it."""
+        dataset = batches.dataset
+        dtype = jax.tree.leaves(params)[0].dtype
+        digest = hashlib.sha256(dataset.tokens.tobytes() + dataset.starts.tobytes())
+        digest.update(repr((target, taps, str(dtype))).encode())
+        digest.update(np.asarray(params["embed_tokens"][:64]).tobytes())
+        shape = (len(dataset.tokens), len(taps) * target.hidden_size)
+        path, said = folder / f"{digest.hexdigest()[:16]}.bin", {"shape": shape, "dtype": str(dtype)}
+        cache = FeatureCache(
+            _map(path, "r" if path.with_suffix(".json").exists() else "w+", dtype, shape), dataset.starts
+        )
+        if not path.with_suffix(".json").exists():
+            compute = jax.jit(lambda tokens: target_features(params, target, taps, tokens))
+            for samples, batch in batches.epoch(0):
+                cache._keep(samples, batch, np.asarray(compute(jnp.asarray(batch.tokens))))
+            cache.rows.flush()  # type: ignore[attr-defined]  # a memmap, which the shapes of jaxtyping do not say
+            save_json(path.with_suffix(".json"), json.loads(json.dumps(said)))
+        return cache
+
+    def features(self, samples: np.ndarray, batch: Batch) -> Float[np.ndarray, "B T C"]:
+        """What `target_features` gives for a batch; zeros where there is no token."""
+        out = np.zeros((*batch.tokens.shape, self.rows.shape[1]), self.rows.dtype)
+        for row, (i, length) in enumerate(zip(samples, batch.lengths, strict=False)):
+            out[row, :length] = self.rows[self.starts[i] : self.starts[i] + length]
+        return out
+
+    def _keep(self, samples: np.ndarray, batch: Batch, features: np.ndarray) -> None:
+        for row, (i, length) in enumerate(zip(samples, batch.lengths, strict=False)):
+            self.rows[self.starts[i] : self.starts[i] + length] = features[row, :length]
+
+
+def _map(path: Path, mode: str, dtype: np.dtype, shape: tuple[int, int]) -> np.ndarray:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return np.memmap(path, dtype=dtype, mode=mode, shape=shape)  # type: ignore[call-overload]  # modes are literals there

@@ -1,0 +1,166 @@
+"""A training run: load, go on where it was left, step, measure, save, and write the best drafter."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.checkpoint.export import draft_raw_config, save_model
+from dflash_jax.checkpoint.folder import resolve_folder
+from dflash_jax.checkpoint.loader import Params, load_params
+from dflash_jax.checkpoint.tokenizer import Tokenizer
+from dflash_jax.config import DraftConfig, TargetConfig, check_draft_fits, draft_config, read_json, target_config
+from dflash_jax.errors import ConfigError
+from dflash_jax.train.checkpoints import Checkpoints, claim
+from dflash_jax.train.config import MASK_TOKENS, TrainConfig, draft_config_of
+from dflash_jax.train.data.shards import Sample, read_jsonl, read_shards
+from dflash_jax.train.dataset import Batches, Dataset
+from dflash_jax.train.evaluation import Evaluator
+from dflash_jax.train.features import FeatureCache
+from dflash_jax.train.logs import Logs
+from dflash_jax.train.state import (
+    TrainState,
+    init_state,
+    make_mesh,
+    make_optimizer,
+    make_schedule,
+    make_step,
+    place,
+    put_batch,
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target with its parameters, and the drafter to train for it."""
+
+    folder: Path
+    target: TargetConfig
+    params: Params
+    draft: DraftConfig
+    draft_params: Params | None
+
+
+def train(config: TrainConfig) -> Path:
+    """Train a drafter, or go on with one; returns the folder it was written to.
+
+    Raises:
+        ConfigError: an option, the data or the drafter does not fit.
+        CheckpointError: the target, or a checkpoint, cannot be loaded.
+    """
+    mesh, out = make_mesh(config), Path(config.out)
+    pair = load_pair(config, mesh)
+    samples = read_samples(config, Tokenizer.of(pair.folder))
+    dataset, held_out = Dataset.of(samples, config.max_length).split(config.eval_samples, config.seed)
+    batches = Batches(
+        dataset, config.max_length, config.batch_tokens, config.data_parallel_size, config.num_anchors, config.seed
+    )
+    steps = batches.per_epoch * config.epochs
+    claim(out / "training", config.identity | {"steps": steps})
+    checkpoints = Checkpoints(out / "training" / "checkpoints")
+    schedule = make_schedule(config, steps)
+    optimizer = make_optimizer(config, schedule)
+    state = init_state(pair.draft, optimizer, mesh, config.seed, pair.draft_params)
+    first = checkpoints.latest or 0
+    if first:
+        state = checkpoints.restore(first, state)
+    evaluator = None
+    features = None
+    if config.feature_cache:
+        folder = Path(config.feature_cache)
+        features = FeatureCache.of(folder, pair.target, pair.params, pair.draft.target_layer_ids, batches)
+    step_of = make_step(config, pair.target, pair.draft, optimizer)
+    last = min(steps, config.stop_at or steps)
+    with contextlib.closing(checkpoints), Logs(out / "training", first=first, total=steps) as logs:
+        for step, (samples_of, batch) in zip(range(first + 1, last + 1), batches.after(first), strict=False):
+            known = features.features(samples_of, batch) if features else None
+            state, measured = step_of(state, put_batch(batch, mesh), pair.params, known)
+            logs.advance(step, int(batch.lengths.sum()))
+            if step % config.log_every == 0 or step == last:
+                logs.train(step, measured, float(schedule(step - 1)))
+            score = None
+            if held_out and (step == steps or (config.eval_every and step % config.eval_every == 0)):
+                evaluator = evaluator or _evaluator(config, pair, state, held_out)
+                values = evaluator(state.params)
+                score = values["acceptance_length"]
+                logs.eval(step, values)
+            if score is not None or step % config.save_every == 0 or step == last:
+                checkpoints.save(step, state, score)
+        best = checkpoints.wait().best
+        if best is None:
+            raise ConfigError(f"{out} holds no step to write; let the run make one.")
+        write_draft(out, pair, checkpoints.restore(best, state).params)
+    return out
+
+
+def load_pair(config: TrainConfig, mesh: jax.sharding.Mesh) -> Pair:
+    """The target in the dtype to compute in, split over `tp`, and the drafter to train.
+
+    Raises:
+        ConfigError: a configuration does not fit.
+        CheckpointError: a folder, file or tensor is missing, damaged or surplus.
+    """
+    folder = resolve_folder(config.target)
+    path = folder / "config.json"
+    target = target_config(read_json(path), str(path))
+
+    def where(axes: tuple[str, ...], shape: tuple[int, ...]) -> jax.sharding.Sharding:
+        return place(mesh, axes, shape)
+
+    draft_params = None
+    if config.draft_model is None:
+        draft = draft_config_of(config, target, mask_token_of(config, target, folder))
+    else:
+        draft_folder = resolve_folder(config.draft_model)
+        path = draft_folder / "config.json"
+        draft = draft_config(read_json(path), str(path), num_target_layers=target.num_hidden_layers)
+        draft_params = load_params(draft_folder, draft, jnp.float32, where)
+    check_draft_fits(target, draft, str(path))
+    if draft.draft_vocab_size is not None:
+        raise ConfigError(
+            f"{path}: draft_vocab_size={draft.draft_vocab_size}, and heads of drafters are not trained here; use a "
+            "drafter that shares its target's head."
+        )
+    return Pair(folder, target, load_params(folder, target, jnp.dtype(config.dtype), where), draft, draft_params)
+
+
+def mask_token_of(config: TrainConfig, target: TargetConfig, folder: Path) -> int:
+    """The token whose embedding stands where nothing is drafted yet."""
+    if config.mask_token_id is not None:
+        return config.mask_token_id
+    tokenizer = Tokenizer.of(folder)
+    if tokenizer is not None:
+        known = (tokenizer.token_id(name) for name in MASK_TOKENS)
+        return next((token for token in known if token is not None), target.vocab_size - 1)
+    return target.vocab_size - 1
+
+
+def read_samples(config: TrainConfig, tokenizer: Tokenizer | None) -> Iterator[Sample]:
+    """Everything that `data` names."""
+    return chain.from_iterable(
+        read_shards(Path(path)) if Path(path).is_dir() else read_jsonl(Path(path), tokenizer) for path in config.data
+    )
+
+
+def write_draft(folder: Path, pair: Pair, params: Params) -> None:
+    """Write a drafter as `LLM`, vLLM and the reference implementation load it: bfloat16, a row of names a tensor."""
+    raw = draft_raw_config(
+        pair.draft, pair.target.num_hidden_layers, max_position_embeddings=pair.target.max_position_embeddings
+    )
+    save_model(folder, raw, pair.draft, jax.device_get(params), "bfloat16")
+
+
+def _evaluator(config: TrainConfig, pair: Pair, state: TrainState, held_out: list[Sample]) -> Evaluator:
+    """An engine on the pair; its drafter's folder is needed only until it has loaded it."""
+    folder = Path(config.out) / "training" / "evaluated"
+    write_draft(folder, pair, state.params)
+    evaluator = Evaluator(config, pair.folder, folder, held_out)
+    shutil.rmtree(folder)
+    return evaluator

@@ -1,0 +1,161 @@
+"""Weights and optimizer of a drafter in training, their places on a mesh, and the jitted step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dflash_jax.checkpoint.loader import Params
+from dflash_jax.config import DraftConfig, TargetConfig
+from dflash_jax.engine.sharding import SPLIT
+from dflash_jax.errors import ConfigError
+from dflash_jax.models.dflash import DraftModel
+from dflash_jax.models.tables import checkpoint_table, layout_axes, parameter_path, sizes
+from dflash_jax.train.cache import SequenceCache
+from dflash_jax.train.config import TrainConfig
+from dflash_jax.train.objective import Batch, Measured, block_loss, target_features
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes; float32."""
+
+    params: Params
+    optimizer: Any
+
+
+def make_mesh(config: TrainConfig) -> Mesh:
+    """Axes `dp`, which splits the batch, and `tp`, which splits weights.
+
+    Raises:
+        ConfigError: there are fewer devices.
+    """
+    wanted, devices = config.data_parallel_size * config.tensor_parallel_size, jax.devices()
+    if wanted > len(devices):
+        raise ConfigError(
+            f"data_parallel_size={config.data_parallel_size} times tensor_parallel_size={config.tensor_parallel_size} "
+            f"needs {wanted} devices and JAX sees {len(devices)}; lower one of them."
+        )
+    shape = (config.data_parallel_size, config.tensor_parallel_size)
+    return jax.make_mesh(shape, ("dp", "tp"), axis_types=(AxisType.Auto,) * 2, devices=devices[:wanted])
+
+
+def place(mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
+    """Split a weight over `tp` on its first letter that can be split evenly, as the engine does; else keep it whole."""
+    letters = zip(axes, shape, strict=True)
+    first = next((i for i, (axis, n) in enumerate(letters) if axis in SPLIT and n % mesh.shape["tp"] == 0), None)
+    return NamedSharding(mesh, PartitionSpec(*("tp" if i == first else None for i in range(len(axes)))))
+
+
+def shardings(mesh: Mesh, config: DraftConfig) -> Params:
+    """The place of each parameter of a drafter."""
+    letters = sizes(config)
+    tree: Params = {}
+    for name, axes in checkpoint_table(config).items():
+        array_axes = layout_axes(axes)
+        *outer, leaf = parameter_path(name)
+        node = tree
+        for key in outer:
+            node = node.setdefault(key, {})
+        node[leaf] = place(mesh, array_axes, tuple(letters[a] for a in array_axes))
+    return tree
+
+
+def make_schedule(config: TrainConfig, steps: int) -> optax.Schedule:
+    """Warm-up and cosine."""
+    return optax.warmup_cosine_decay_schedule(
+        0.0,
+        config.learning_rate,
+        warmup_steps=max(1, round(config.warmup_ratio * steps)),
+        decay_steps=max(2, steps),
+        end_value=config.learning_rate * config.min_learning_rate,
+    )
+
+
+def make_optimizer(config: TrainConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """AdamW behind a bound on the gradient; matrices alone decay."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.adamw(
+            schedule,
+            b1=0.9,
+            b2=0.95,
+            weight_decay=config.weight_decay,
+            mask=lambda params: jax.tree.map(lambda array: array.ndim > 1, params),
+        ),
+    )
+
+
+def init_state(
+    draft: DraftConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int, params: Params | None = None
+) -> TrainState:
+    """Fresh or given float32 weights and a fresh optimizer, in their places."""
+    places = shardings(mesh, draft)
+    if params is None:
+        params = jax.jit(partial(_random_params, draft), out_shardings=places)(jax.random.key(seed))
+    params = jax.tree.map(lambda array, where: jax.device_put(array.astype(jnp.float32), where), params, places)
+    return TrainState(params, _settled(optimizer.init(params), mesh))
+
+
+def _settled(tree: Any, mesh: Mesh) -> Any:
+    """Put on the mesh what has no place there yet, whole on every device."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, whole), tree)
+
+
+def _random_params(draft: DraftConfig, key: jax.Array) -> Params:
+    block = jnp.zeros((1, draft.block_size, draft.hidden_size))
+    positions = jnp.arange(draft.block_size)[None]
+    model = DraftModel(draft)
+    features = jnp.zeros((1, draft.block_size, len(draft.target_layer_ids) * draft.target_hidden_size))
+
+    def touch(module: DraftModel) -> None:
+        cache = module.write_context(features, positions, SequenceCache())
+        module(block, positions, cache)
+
+    return model.init(key, method=touch)["params"]
+
+
+Step = Callable[..., tuple[TrainState, Measured]]
+
+
+def make_step(
+    config: TrainConfig, target: TargetConfig, draft: DraftConfig, optimizer: optax.GradientTransformation
+) -> Step:
+    """The jitted step `(state, batch, target params, features or None) -> state, measured`; the state is donated."""
+    dtype = jnp.dtype(config.dtype)
+
+    def loss(params: Params, batch: Batch, frozen: Params, features: jax.Array) -> tuple[jax.Array, Measured]:
+        return block_loss(
+            jax.tree.map(lambda array: array.astype(dtype), params),
+            batch,
+            features,
+            frozen["embed_tokens"],
+            frozen["lm_head" if "lm_head" in frozen else "embed_tokens"],
+            config=draft,
+            loss=config.loss,
+            gamma=config.decay,
+            alpha=config.dpace_alpha,
+        )
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: TrainState, batch: Batch, frozen: Params, known: jax.Array | None) -> tuple[TrainState, Measured]:
+        taps = draft.target_layer_ids
+        features = target_features(frozen, target, taps, batch.tokens) if known is None else known
+        gradients, measured = jax.grad(loss, has_aux=True)(state.params, batch, frozen, features)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), optimizer_state), measured
+
+    return step
+
+
+def put_batch(batch: Batch, mesh: Mesh) -> Batch:
+    """A batch on the devices, its rows split over `dp`."""
+    rows = NamedSharding(mesh, PartitionSpec("dp"))
+    return Batch(*(jax.device_put(np.asarray(array), rows) for array in batch))

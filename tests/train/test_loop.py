@@ -1,0 +1,160 @@
+"""A run from flags to a folder that the engine loads: it learns, goes on bit for bit, and survives kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from dflash_jax import LLM, ConfigError, SamplingParams
+from dflash_jax.train.__main__ import parse
+from dflash_jax.train.checkpoints import Checkpoints
+from dflash_jax.train.config import TrainConfig
+from dflash_jax.train.loop import load_pair, train
+from dflash_jax.train.state import init_state, make_mesh, make_optimizer, make_schedule
+
+TARGET = Path(__file__).parents[1] / "pair" / "target"
+PROMPTS = ("7. Disclaimer of Warranty. Unless required by", "You may reproduce and distribute copies of the")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """What the target says to two prompts, as a file that users could bring."""
+    llm = LLM(TARGET)
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    outputs = llm.generate(list(PROMPTS), SamplingParams(temperature=0, max_tokens=48))
+    pairs = zip(PROMPTS, outputs, strict=True)
+    lines = [json.dumps({"prompt": prompt, "response": output.outputs[0].text}) for prompt, output in pairs]
+    path.write_text("\n".join(lines * 6))
+    return path
+
+
+def config_of(data, out, **options) -> TrainConfig:
+    defaults = {
+        "num_hidden_layers": 2,
+        "sliding_window": 32,
+        "block_size": 8,
+        "target_layer_ids": (1, 2),
+        "num_anchors": 16,
+        "max_length": 64,
+        "batch_tokens": 256,
+        "epochs": 2,
+        "learning_rate": 3e-3,
+        "dtype": "float32",
+        "eval_samples": 0,
+        "log_every": 1,
+    }
+    return TrainConfig(target=str(TARGET), data=(str(data),), out=str(out), **(defaults | options))
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def newest(config: TrainConfig):
+    """The newest checkpoint, as a list of host arrays."""
+    mesh = make_mesh(config)
+    checkpoints = Checkpoints(Path(config.out) / "training" / "checkpoints")
+    like = init_state(load_pair(config, mesh).draft, make_optimizer(config, make_schedule(config, 8)), mesh, 1)
+    state = checkpoints.restore(checkpoints.latest, like)
+    checkpoints.close()
+    return [np.asarray(x) for x in jax.tree.leaves(state)]
+
+
+def test_it_learns_its_data_by_heart(data, tmp_path):
+    config = config_of(data, tmp_path / "draft", epochs=67, eval_samples=1, eval_max_tokens=32, eval_every=0)
+    folder = train(config)
+    lines = [json.loads(line) for line in (folder / "training" / "log.jsonl").read_text().splitlines()]
+    assert lines[-2]["step"] >= 200
+    llm = LLM(TARGET, folder, num_speculative_tokens=7)
+    outputs = llm.generate(list(PROMPTS), SamplingParams(temperature=0, max_tokens=41))
+    lengths = [length for output in outputs for length in output.metrics.acceptance_lengths]
+    assert np.mean(lengths) >= 0.9 * 8
+    assert lines[-1]["kind"] == "eval"
+    assert lines[-1]["acceptance_length"] == pytest.approx(np.mean(lengths), rel=0.2)
+    assert list((folder / "training").glob("events.*"))
+
+
+def test_a_run_that_goes_on_is_the_same_bit_for_bit(data, tmp_path):
+    whole, parts = config_of(data, tmp_path / "whole"), config_of(data, tmp_path / "parts")
+    train(whole)
+    train(config_of(data, tmp_path / "parts", stop_at=3))
+    halfway = weights(tmp_path / "parts")
+    train(parts)
+    assert weights(tmp_path / "whole") == weights(tmp_path / "parts") != halfway
+    for mine, true in zip(newest(parts), newest(whole), strict=True):
+        np.testing.assert_array_equal(mine, true)
+    with pytest.raises(ConfigError, match=r"learning_rate=0\.003, not 0\.1"):
+        train(config_of(data, tmp_path / "parts", learning_rate=0.1))
+
+
+def test_kill_in_the_middle_of_a_save_loses_nothing(data, tmp_path):
+    out = tmp_path / "draft"
+    flags = config_of(data, out, epochs=200, save_every=1, log_every=1000)
+    code = f"from dflash_jax.train.loop import train; from dflash_jax.train.config import TrainConfig; train({flags!r})"
+    folder = out / "training" / "checkpoints"
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"JAX_PLATFORMS": "cpu"}) as process:
+        saved: set[int] = set()
+        deadline = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < deadline:
+            names = [path.name for path in folder.glob("*")] if folder.exists() else []
+            saved = {int(name) for name in names if name.isdigit()}
+            if len(saved) >= 2 and any("tmp" in name for name in names):
+                process.send_signal(signal.SIGKILL)
+                break
+            time.sleep(0.001)
+        assert process.wait() == -signal.SIGKILL
+    checkpoints = Checkpoints(folder)
+    assert checkpoints.latest is not None
+    assert checkpoints.latest >= max(saved)
+    checkpoints.close()
+    assert all(np.isfinite(array).all() for array in newest(flags))
+
+
+@pytest.mark.parametrize("sizes", [(4, 1), (2, 2)], ids=["dp4", "dp2-tp2"])
+def test_several_devices_learn_the_same(data, tmp_path, sizes):
+    alone = config_of(data, tmp_path / "one", stop_at=2)
+    split = config_of(data, tmp_path / "many", stop_at=2, data_parallel_size=sizes[0], tensor_parallel_size=sizes[1])
+    train(alone)
+    train(split)
+    logs = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "training" / "log.jsonl").read_text().splitlines()]
+        for name in ("one", "many")
+    ]
+    np.testing.assert_allclose(*logs, rtol=1e-5)
+
+
+def test_kept_features_are_as_good_as_computed_ones(data, tmp_path):
+    train(config_of(data, tmp_path / "computed"))
+    for name in ("kept", "kept again"):
+        train(config_of(data, tmp_path / name, feature_cache=str(tmp_path / "features")))
+        assert weights(tmp_path / name) == weights(tmp_path / "computed")
+    assert len(list((tmp_path / "features").glob("*.bin"))) == 1
+
+
+def test_options_come_from_flags_before_presets(tmp_path):
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("target: T\nblock-size: 8\nlayer-types: [full_attention]\nlearning-rate: 6.0e-4\n")
+    config = parse(["--config", str(preset), "--data", "D", "E", "--out", "O", "--block-size", "10"])
+    assert (config.target, config.data, config.block_size) == ("T", ("D", "E"), 10)
+    assert (config.layer_types, config.learning_rate, config.decay) == (("full_attention",), 6e-4, 5.0)
+    preset.write_text("learning-rat: 1\n")
+    with pytest.raises(ConfigError, match="no option 'learning_rat'"):
+        parse(["--config", str(preset), "--data", "D", "--out", "O"])
+    with pytest.raises(ConfigError, match="--out is missing"):
+        parse(["--target", "T", "--data", "D"])
+    with pytest.raises(ConfigError, match="batch_tokens=10 "):
+        parse(["--target", "T", "--data", "D", "--out", "O", "--batch-tokens", "10"])
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs/train").glob("*.yaml")), ids=lambda path: path.stem)
+def test_presets_are_valid(path):
+    assert parse(["--config", str(path), "--target", "T", "--data", "D", "--out", "O"])
