@@ -1,0 +1,1 @@
+"""Measures what a drafter gains: `python -m dflash_jax.eval acceptance`."""

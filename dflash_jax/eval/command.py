@@ -1,0 +1,69 @@
+"""`eval acceptance`: acceptance and speed-up by data set, temperature and block length."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from importlib.util import find_spec
+from pathlib import Path
+
+from dflash_jax.bench.offline import ENGINE
+from dflash_jax.errors import ConfigError
+from dflash_jax.eval import datasets, options, report
+from dflash_jax.eval.compare import Cell, Sampling, measure_engine
+from dflash_jax.eval.conversations import Run
+from dflash_jax.frontend import resolve_folders
+from dflash_jax.llm import LLM
+from dflash_jax.renderer import Renderer
+
+HELP = "measure a drafter: acceptance length, acceptance of each draft and speed-up against plain decoding"
+add_arguments = options.add_arguments
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, write and plot; returns 0, or 1 if a greedy float32 answer changed with the drafter.
+
+    Raises:
+        DFlashError: an option or a data set is wrong, the models cannot be loaded, or a completion failed.
+    """
+    options.check(args)
+    if find_spec("matplotlib") is None:
+        raise ConfigError("plots need matplotlib, which is not installed; run pip install 'dflash-jax[eval]'.")
+    folder, draft_folder = resolve_folders(args.model, args.draft_model)
+    if draft_folder is None:
+        raise ConfigError(f"--model {args.model} has no drafter to measure; give --draft-model.")
+    tokenizer = Renderer(folder).tokenizer
+    selection = datasets.Selection(args.num_prompts, args.prompt_len, args.seed)
+    samples = {name: datasets.load(name, selection, tokenizer) for name in args.dataset}
+    make_folder(args.output)
+    sampling = Sampling(args.max_tokens, args.seed, args.prompt_style)
+    plain: dict[tuple[str, float], Run] | None = None if args.no_plain else {}
+    cells: list[Cell] = []
+    for block in args.num_speculative_tokens:
+        llm = load_llm(args, block)
+        for cell in measure_engine(llm, block, samples, args.temperature, sampling, plain):
+            cells.append(cell)
+            result = report.build_result(args, llm.config, cells)
+            report.write(result, args.output / "results.json")  # after each, so that an end midway costs little
+        del llm
+        gc.collect()  # the next engine needs the memory of this one
+    return report.finish(result, args.output)
+
+
+def load_llm(args: argparse.Namespace, num_speculative_tokens: int | str) -> LLM:
+    """The engine of one block length."""
+    drafts = None if num_speculative_tokens == options.AUTO else num_speculative_tokens
+    engine = {name: getattr(args, name) for name in ENGINE} | {"num_speculative_tokens": drafts}
+    return LLM(args.model, args.draft_model, seed=args.seed, **engine)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of the results if it is not there.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {folder} cannot be made ({error.strerror}); give another folder.") from error

@@ -1,0 +1,127 @@
+"""The same samples with the drafter and without, through one engine after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dflash_jax.core import SEED_LIMIT, SamplingParams
+from dflash_jax.eval.acceptance import Acceptance, acceptance_of
+from dflash_jax.eval.conversations import Run, converse
+from dflash_jax.eval.datasets import Sample
+from dflash_jax.llm import LLM
+
+WARMUP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are sampled, but for the temperature."""
+
+    max_tokens: int
+    seed: int
+    style: str
+
+    def params(self, temperature: float, num: int, *, speculation: bool) -> list[SamplingParams]:
+        """Of each sample; seeded, so that an answer is the same with the drafter as without it."""
+        return [
+            SamplingParams(
+                temperature=temperature,
+                max_tokens=self.max_tokens,
+                seed=(self.seed + i) % (SEED_LIMIT // 2),
+                speculation=speculation,
+            )
+            for i in range(num)
+        ]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One data set at one temperature and block length.
+
+    Attributes:
+        dataset: its name.
+        temperature: of sampling.
+        num_speculative_tokens: drafts that each round verified, or "auto".
+        run: with the drafter.
+        plain: without it; None if that was not wanted. Cells that differ in block length alone share it.
+        acceptance: of `run`.
+    """
+
+    dataset: str
+    temperature: float
+    num_speculative_tokens: int | str
+    run: Run
+    plain: Run | None
+    acceptance: Acceptance
+
+    @property
+    def speedup(self) -> float | None:
+        """Tokens/s with the drafter over those without."""
+        return None if self.plain is None else self.run.tokens_per_second / self.plain.tokens_per_second
+
+    @property
+    def differences(self) -> tuple[int, int] | None:
+        """How many answers differ from those without the drafter, and of how many.
+
+        A later turn is compared only where the conversation before it was the same.
+        """
+        return None if self.plain is None else differing(self.run, self.plain)
+
+
+def differing(run: Run, plain: Run) -> tuple[int, int]:
+    """Answers of the same samples to the same prompts that have other tokens, and all answers to the same prompts."""
+    pairs = [(mine.output, other.output) for mine, other in zip(run.answers, plain.answers, strict=True)]
+    same_prompt = [pair for pair in pairs if pair[0].prompt_token_ids == pair[1].prompt_token_ids]
+    differ = sum(mine.outputs[0].token_ids != other.outputs[0].token_ids for mine, other in same_prompt)
+    return differ, len(same_prompt)
+
+
+def measure_engine(
+    llm: LLM,
+    num_speculative_tokens: int | str,
+    datasets: Mapping[str, Sequence[Sample]],
+    temperatures: Sequence[float],
+    sampling: Sampling,
+    plain: dict[tuple[str, float], Run] | None,
+) -> Iterator[Cell]:
+    """The cells of one engine.
+
+    Args:
+        llm: with a drafter.
+        num_speculative_tokens: as it was loaded with.
+        datasets: samples by the name of their data set.
+        temperatures: of sampling.
+        sampling: the rest of it.
+        plain: runs without the drafter by data set and temperature, to which those that are missing are added; None
+            has none.
+    """
+    for name, samples in datasets.items():
+        for temperature in temperatures:
+            key = (name, temperature)
+            warm_up(llm, samples, temperature, sampling)
+            if plain is not None and key not in plain:
+                plain[key] = _run(llm, samples, temperature, sampling, speculation=False)
+            run = _run(llm, samples, temperature, sampling, speculation=True)
+            without = None if plain is None else plain[key]
+            yield Cell(name, temperature, num_speculative_tokens, run, without, acceptance_of(run.outputs))
+
+
+def warm_up(llm: LLM, samples: Sequence[Sample], temperature: float, sampling: Sampling) -> None:
+    """Answer some samples briefly, with and without the drafter, so that what comes first is not timed."""
+    first = samples[: llm.config.max_num_seqs]
+    brief = Sampling(min(WARMUP_TOKENS, sampling.max_tokens), sampling.seed, sampling.style)
+    for speculation in (False, True):
+        converse(
+            llm,
+            [Sample(sample.id, sample.prompt, sample.question) for sample in first],
+            brief.params(temperature, len(first), speculation=speculation),
+            style=sampling.style,
+            salt="warm-up",
+        )
+
+
+def _run(llm: LLM, samples: Sequence[Sample], temperature: float, sampling: Sampling, *, speculation: bool) -> Run:
+    params = sampling.params(temperature, len(samples), speculation=speculation)
+    salt = f"{temperature} {'with' if speculation else 'without'} the drafter"
+    return converse(llm, samples, params, style=sampling.style, salt=salt)

