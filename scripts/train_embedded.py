@@ -1,0 +1,304 @@
+"""Train the target of the embedded pair from scratch, on what `python_corpus.py` gathered.
+
+    python scripts/train_embedded.py tokenizer --corpus build/corpus --out build/embedded/target
+    python scripts/train_embedded.py target --corpus build/corpus --out build/embedded/target --minutes 8
+
+The first writes the tokenizer; the second encodes the corpus with it (once: `train.npy` and `heldout.npy` stay in the
+corpus' folder), trains on the first device and adds the model to the same folder, which `LLM` can load.
+
+The tokenizer is a byte-level BPE that knows Python's layout: an indentation is one token, apart from the newlines
+before it, so that a prompt may end in a newline and the model still indents what follows.
+
+Files are joined by the end-of-text token; each step takes rows from random places of the whole. Weights are float32,
+computed with in bfloat16; AdamW, with a warm-up and a cosine to zero over the given time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from dflash_jax.checkpoint.export import save_json, save_model
+from dflash_jax.checkpoint.loader import Params
+from dflash_jax.config import TargetConfig, target_config
+from dflash_jax.models.layers import KVCache
+from dflash_jax.models.target import TargetModel, logits_of
+from dflash_jax.train.cache import SequenceCache
+
+EOS, MASK = "<|endoftext|>", "<|mask|>"
+VOCAB_SIZE = 4096
+MAX_LENGTH = 2048
+# Newlines, indentation, names with the space and underscores before them, single digits, punctuation, other spaces.
+PIECES = r"\n+|^[ \t]+| ?_*\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+"
+SAMPLE = 20_000_000  # characters that the tokenizer learns from
+TARGET = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": MAX_LENGTH,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+    "dtype": "float32",  # to compute in; the file holds bfloat16, which float32 represents exactly
+}
+GENERATION = {"do_sample": False, "temperature": 0.0, "eos_token_id": 0}
+TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": EOS,
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": MAX_LENGTH,
+    "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
+}
+WARM_UP = 0.02  # of the training
+CHUNK = 10  # steps that the device takes in one go, with one learning rate
+EVALUATED = 0.05  # of the training, between two looks at the held-out files
+
+
+def read_texts(path: Path) -> list[str]:
+    """The files of `train.jsonl.xz` or `heldout.jsonl.xz`."""
+    with lzma.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line)["text"] for line in lines]
+
+
+def sample(texts: list[str], size: int, seed: int) -> Iterator[str]:
+    """Files in random order, until they have `size` characters in all."""
+    for index in np.random.default_rng(seed).permutation(len(texts)):
+        if size <= 0:
+            return
+        size -= len(texts[index])
+        yield texts[index]
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE of the texts, in which nothing is lost and special tokens come first."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS, MASK],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def encode(texts: list[str], tokenizer: Tokenizer, files: int = 256) -> np.ndarray:
+    """Token ids of all texts, each followed by the end-of-text token: uint16 [tokens]. `files` go at a time."""
+    end = tokenizer.token_to_id(EOS)
+    ids: list[np.ndarray] = []
+    for first in range(0, len(texts), files):
+        encodings = tokenizer.encode_batch_fast(texts[first : first + files], add_special_tokens=False)
+        ids += [np.array([*encoding.ids, end], np.uint16) for encoding in encodings]
+    return np.concatenate(ids)
+
+
+def tokens_of(corpus: Path, split: str, tokenizer: Tokenizer) -> np.ndarray:
+    """The tokens of a split, encoded if that was not done yet; uint16 [tokens]."""
+    path = corpus / f"{split}.npy"
+    if not path.exists():
+        np.save(path, encode(read_texts(corpus / f"{split}.jsonl.xz"), tokenizer))
+    return np.load(path)
+
+
+class TrainedTarget(TargetModel):
+    """A target that computes in bfloat16 and keeps its embedding in float32.
+
+    The gradient of an embedding sums the rows of all tokens that are alike, thousands in a batch: too many for
+    bfloat16.
+    """
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Token embeddings in bfloat16."""
+        return super().embed(tokens).astype(jnp.bfloat16)
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """float32 logits of a product in bfloat16."""
+        return logits_of(hidden, self.head.astype(hidden.dtype))
+
+
+def to_bfloat16(params: Params) -> Params:
+    """The weights to compute with."""
+    return {
+        name: value if name == "embed_tokens" else jax.tree.map(lambda array: array.astype(jnp.bfloat16), value)
+        for name, value in params.items()
+    }
+
+
+def loss_of(params: Params, tokens: Int[Array, "B T1"], config: TargetConfig) -> Float[Array, ""]:
+    """Mean cross-entropy of each token but the first, in nats."""
+    model = TrainedTarget(config).bind({"params": to_bfloat16(params)})
+    inputs = tokens[:, :-1]
+    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
+    cache: KVCache = SequenceCache()
+    hidden, _, _ = model(inputs, positions, cache)
+    return optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), tokens[:, 1:]).mean()
+
+
+def rows_at(tokens: Int[Array, " S"], starts: Int[Array, " B"], length: int) -> Int[Array, "B T1"]:
+    """Rows of `length` tokens and the one after."""
+    return tokens[starts[:, None] + jnp.arange(length + 1)].astype(jnp.int32)
+
+
+def make_optimizer(weight_decay: float) -> optax.GradientTransformation:
+    """AdamW for a learning rate of 1; matrices decay, norms do not."""
+
+    def is_matrix(params: Params) -> Any:
+        return jax.tree.map(lambda array: array.ndim > 1, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(b1=0.9, b2=0.95),
+        optax.add_decayed_weights(weight_decay, mask=is_matrix),
+    )
+
+
+def learning_rate(progress: float, peak: float) -> float:
+    """Linear warm-up, then a cosine to zero; progress goes from 0 to 1."""
+    if progress < WARM_UP:
+        return peak * progress / WARM_UP
+    return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - WARM_UP) / (1 - WARM_UP))))
+
+
+def make_chunk(
+    config: TargetConfig, optimizer: optax.GradientTransformation, rows: int, length: int
+) -> jax.stages.Wrapped:
+    """`CHUNK` steps as one program: (params, state, key, rate, tokens) -> (params, state, mean loss)."""
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def chunk(params: Params, state: Any, key: Array, rate: Array, tokens: Array) -> tuple[Params, Any, Array]:
+        def step(carry: tuple[Params, Any], key: Array) -> tuple[tuple[Params, Any], Array]:
+            params, state = carry
+            starts = jax.random.randint(key, (rows,), 0, tokens.shape[0] - length)
+            loss, gradients = jax.value_and_grad(loss_of)(params, rows_at(tokens, starts, length), config)
+            updates, state = optimizer.update(gradients, state, params)
+            return (jax.tree.map(lambda p, u: p - rate * u, params, updates), state), loss
+
+        (params, state), losses = jax.lax.scan(step, (params, state), jax.random.split(key, CHUNK))
+        return params, state, losses.mean()
+
+    return chunk
+
+
+def make_evaluation(config: TargetConfig, tokens: Array, rows: int, length: int) -> Callable[[Params], float]:
+    """The loss on rows that cover `tokens`, but for what is left over."""
+    batch_loss = jax.jit(lambda params, starts: loss_of(params, rows_at(tokens, starts, length), config))
+    starts = np.arange(0, tokens.shape[0] - length, length)
+    batches = starts[: max(1, len(starts) // rows) * rows].reshape(-1, min(rows, len(starts)))
+    return lambda params: float(np.mean([batch_loss(params, batch) for batch in batches]))
+
+
+def train(args: argparse.Namespace, config: TargetConfig, train_tokens: np.ndarray, heldout: np.ndarray) -> Params:
+    """Train until the steps or the minutes are over; prints losses and speed."""
+    key, seed = jax.random.split(jax.random.key(args.seed))
+    zeros = jnp.zeros((1, 2), jnp.int32)
+    params = TargetModel(config).init(seed, zeros, zeros, SequenceCache())["params"]
+    optimizer = make_optimizer(args.weight_decay)
+    state, tokens = optimizer.init(params), jnp.asarray(train_tokens)
+    evaluate = make_evaluation(config, jnp.asarray(heldout), args.rows, args.length)
+    program = make_chunk(config, optimizer, args.rows, args.length)
+    chunk = program.lower(params, state, key, jnp.float32(0), tokens).compile()
+    print(f"{sum(p.size for p in jax.tree.leaves(params)):,} parameters, {tokens.size:,} tokens", flush=True)
+    print(f"held-out loss before training {evaluate(params):.4f}", flush=True)
+
+    steps, seconds, looked = 0, 0.0, 0.0
+    progress = 0.0
+    while progress < 1:
+        began = time.perf_counter()
+        key, own = jax.random.split(key)
+        rate = learning_rate(progress or WARM_UP / 2, args.learning_rate)  # at 0 nothing would be learnt
+        params, state, loss = chunk(params, state, own, jnp.float32(rate), tokens)
+        loss = float(loss)
+        steps, seconds = steps + CHUNK, seconds + time.perf_counter() - began
+        progress = steps / args.steps if args.steps else seconds / (60 * args.minutes)
+        if progress - looked >= EVALUATED or progress >= 1:
+            looked = progress
+            speed = steps * args.rows * args.length / seconds
+            print(
+                f"step {steps}, {progress:.0%}: loss {loss:.4f}, held-out {evaluate(params):.4f}, "
+                f"rate {rate:.2e}, {speed:,.0f} tokens/s, {seconds:.0f} s",
+                flush=True,
+            )
+    return params
+
+
+def run_tokenizer(args: argparse.Namespace) -> None:
+    """Train the tokenizer and write it."""
+    texts = read_texts(args.corpus / "train.jsonl.xz")
+    tokenizer = train_tokenizer(sample(texts, SAMPLE, args.seed), VOCAB_SIZE)
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(args.out / "tokenizer.json"))
+    save_json(args.out / "tokenizer_config.json", TOKENIZER)
+    for split in ("train", "heldout"):
+        (args.corpus / f"{split}.npy").unlink(missing_ok=True)  # another tokenizer's
+    heldout = read_texts(args.corpus / "heldout.jsonl.xz")
+    characters = sum(map(len, heldout)) / len(encode(heldout, tokenizer))
+    print(f"{tokenizer.get_vocab_size()} tokens; {characters:.2f} characters each on held-out files")
+
+
+def run_target(args: argparse.Namespace) -> None:
+    """Train the target and write it."""
+    tokenizer = Tokenizer.from_file(str(args.out / "tokenizer.json"))
+    raw = TARGET | {"num_hidden_layers": args.layers, "vocab_size": tokenizer.get_vocab_size()}
+    config = target_config(raw)
+    splits = (tokens_of(args.corpus, split, tokenizer) for split in ("train", "heldout"))
+    params = train(args, config, *splits)
+    save_model(args.out, raw, config, jax.device_get(params), "bfloat16")
+    save_json(args.out / "generation_config.json", GENERATION)
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    subparsers = parser.add_subparsers(required=True)
+    for name, run in (("tokenizer", run_tokenizer), ("target", run_target)):
+        command = subparsers.add_parser(name, help=run.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        command.set_defaults(run=run)
+        command.add_argument("--corpus", type=Path, default=Path("build/corpus"))
+        command.add_argument("--out", type=Path, default=Path("build/embedded/target"))
+        command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--minutes", type=float, default=8.0, help="how long to train, compilation aside")
+    command.add_argument("--steps", type=int, default=0, help="train so many steps instead, however long it takes")
+    command.add_argument("--rows", type=int, default=64, help="of a batch")
+    command.add_argument("--length", type=int, default=MAX_LENGTH, help="tokens of a row")
+    command.add_argument("--layers", type=int, default=TARGET["num_hidden_layers"])
+    command.add_argument("--learning-rate", type=float, default=3e-3)
+    command.add_argument("--weight-decay", type=float, default=0.1)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_args(arguments)
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()
