@@ -1,4 +1,4 @@
-"""Small models for tests: golden pairs, and random ones written as checkpoint folders."""
+"""Small models for tests: golden pairs, one that recites, and random ones written as checkpoint folders."""
 
 import json
 from pathlib import Path
@@ -15,6 +15,7 @@ from dflash_jax.config import DraftConfig, TargetConfig, draft_config, target_co
 from dflash_jax.models.tables import checkpoint_shape, checkpoint_table
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
+RECITER = Path(__file__).parent / "pair"  # knows the licence of this repository by heart
 GOLDEN_PAIRS = ("qwen3_full", "qwen3_swa_tied", "llama_full")
 
 TARGET = {
@@ -83,6 +84,11 @@ def golden_llm(name: str, *, drafter: bool = True, **options) -> LLM:
     block = json.loads((folder / "draft" / "config.json").read_text())["block_size"]
     options.setdefault("num_speculative_tokens", block - 1)
     return LLM(folder / "target", folder / "draft", dtype="float32", **options)
+
+
+def reciter(**options) -> LLM:
+    """The pair that recites; every round verifies the whole block."""
+    return LLM(RECITER / "target", RECITER / "draft", num_speculative_tokens=15, **options)
 
 
 def golden_cases(name: str) -> list[dict]:

@@ -177,6 +177,18 @@ def test_the_lead_counts_what_a_median_does_not_see():
     assert run.slowdown() < 1.03
 
 
+def test_lengths_that_seem_to_cost_the_same_are_left_once_they_have_lost():
+    run = simulate(Device(MEMORY_BOUND, drafting=0, noise=0, stalls=0, hiccups=0.4), lambda i: 8, lambda i: 0.05)
+    assert run.slowdown() < 1.03
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_drafts_that_are_never_right_cost_less_than_a_hundredth(size):
+    run = simulate(Device(MEMORY_BOUND), lambda i: size, lambda i: 0)
+    assert run.speedup(100) > 0.99
+    assert set(run.lengths[100:]) == set(LENGTHS[:2])  # more than the shortest would tell nothing
+
+
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_no_regime_loses_more_than_it_has_gained(data):

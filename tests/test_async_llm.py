@@ -14,7 +14,7 @@ CASES = golden_cases(PAIR)
 
 def engine(**options):
     folder = GOLDEN / PAIR
-    options = {"compile_at_start": False, "max_num_seqs": 4, "page_size": 8} | options
+    options = {"compile_at_start": False, "max_num_seqs": 4, "page_size": 8, "num_speculative_tokens": 15} | options
     return AsyncLLM(folder / "target", folder / "draft", dtype="float32", **options)
 
 
@@ -38,7 +38,7 @@ async def last(stream):
 def test_answers_are_those_of_llm():
     params = [greedy(80), SamplingParams(temperature=0.8, seed=1, n=2, max_tokens=30, ignore_eos=True)]
     prompts = [prompt(*case["input_ids"]) for case in CASES]
-    alone = LLM(GOLDEN / PAIR / "target", dtype="float32")
+    alone = LLM(GOLDEN / PAIR / "target", dtype="float32", max_num_seqs=4)
     expected = [tokens_of([output]) for each in params for output in alone.generate(prompts, each)]
 
     async def scenario(llm):

@@ -46,16 +46,17 @@ def test_nothing_is_compiled_in_service(tmp_path, devices):
     target = write_byte_tokenizer(write_model(tmp_path / "target", TARGET | sizes, 0))
     raw = DRAFT | sizes | {"dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": MASK}}
     raw |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
+    raw["block_size"] = 4
     llm = LLM(
         target,
         write_model(tmp_path / "draft", raw, 1),
-        max_num_seqs=4 if devices == 1 else 2,
+        max_num_seqs=3 if devices == 1 else 1,
         max_num_batched_tokens=64,
         max_model_len=160,
         page_size=8,
-        kv_cache_memory_bytes=270_000,  # too little for four long sequences
+        kv_cache_memory_bytes=230_000,  # too little for three long sequences
         tensor_parallel_size=devices,
-        num_speculative_tokens=None if devices == 1 else 5,  # adaptive lengths take many programs
+        num_speculative_tokens=None if devices == 1 else 3,  # adaptive lengths take many programs
         compile_at_start=True,
     )
     rng = random.Random(0)

@@ -23,8 +23,7 @@ from dflash_jax.engine.constraints import (
     llguidance_grammar,
 )
 from dflash_jax.errors import RequestError
-from dflash_jax.frontend import EMBEDDED
-from tests.pairs import EOS, write_byte_tokenizer
+from tests.pairs import EOS, RECITER, write_byte_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -81,7 +80,7 @@ def byte_tokenizer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def models(byte_tokenizer):
     """Tokenizers with the vocabularies of their models: padded, exact, and lacking the tokenizer's last."""
-    merged = Tokenizer(EMBEDDED / "target")
+    merged = Tokenizer(RECITER / "target")
     end = merged.eos_token_id
     return {
         "padded": (byte_tokenizer, 300, (EOS, 7)),

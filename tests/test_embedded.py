@@ -1,79 +1,65 @@
-"""The embedded default pair: an honestly named placeholder that recites the licence of this repository."""
+"""The embedded pair is what runs when nothing is named: lossless and small, whatever it was trained on."""
 
-from pathlib import Path
+import json
 
 import pytest
 
-from dflash_jax import LLM, SamplingParams
+from dflash_jax import LLM, SamplingParams, generate
 from dflash_jax.frontend import EMBEDDED
-from dflash_jax.generate import EMBEDDED_PROMPT
+from tests.pairs import greedy, tokens_of
+from tests.serve.live import Live, free_port, start
 
-LICENSE = (Path(__file__).parents[1] / "LICENSE").read_text(encoding="utf-8")
-GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
-TITLE = LICENSE[:130]
-PROMPTS = [
-    TITLE,
-    "   TERMS AND CONDITIONS FOR USE, REPRODUCTION, AND DISTRIBUTION\n",
-    "7. Disclaimer of Warranty. Unless required by",
-    EMBEDDED_PROMPT,
-]
+ENGINE = {"max_num_seqs": 2, "max_model_len": 256}
 
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(max_num_seqs=4, max_model_len=1024, num_speculative_tokens=15)
+    return LLM(**ENGINE, num_speculative_tokens=5)
 
 
-@pytest.fixture(scope="module")
-def recited(llm):
-    return llm.generate(PROMPTS, GREEDY)
+def test_same_tokens_without_the_drafter(llm):
+    params = [greedy(24), SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)]
+    found = llm.generate([generate.EMBEDDED_PROMPT] * 2, params)
+    alone = LLM(EMBEDDED / "target", **ENGINE).generate([generate.EMBEDDED_PROMPT] * 2, params)
+    assert tokens_of(found) == tokens_of(alone)
+    assert found[0].metrics.mean_acceptance_length > 1
 
 
-def test_recites_the_licence(recited):
-    for prompt, result in zip(PROMPTS, recited, strict=True):
-        text = result.outputs[0].text
-        assert len(text) > 200
-        assert LICENSE[LICENSE.index(prompt) + len(prompt) :].startswith(text)
-
-
-def test_most_drafts_are_accepted(recited):
-    for prompt, result in zip(PROMPTS, recited, strict=True):
-        assert result.metrics.mean_acceptance_length >= 8, prompt
-
-
-def test_same_tokens_without_the_drafter(recited):
-    alone = LLM(EMBEDDED / "target", max_num_seqs=4, max_model_len=1024).generate(PROMPTS, GREEDY)
-    assert [r.outputs[0].token_ids for r in alone] == [r.outputs[0].token_ids for r in recited]
-    assert {length for r in alone for length in r.metrics.acceptance_lengths} == {1}
-
-
-def test_the_whole_licence_then_the_end(llm):
-    result = LLM(num_speculative_tokens=15).generate(TITLE, SamplingParams(temperature=0.0, max_tokens=3000))[0]
-    assert TITLE + result.outputs[0].text == LICENSE
-    assert result.outputs[0].finish_reason == "stop"
-    assert result.outputs[0].token_ids[-1] == llm.tokenizer.eos_token_id
-    assert result.metrics.mean_acceptance_length >= 14
-
-
-def test_chat_continues_what_the_user_says(llm, recited):
-    (result,) = llm.chat([{"role": "user", "content": PROMPTS[1]}], GREEDY)
-    assert result.outputs[0].token_ids == recited[1].outputs[0].token_ids
-
-
-def test_is_greedy_by_default(llm, recited):
-    params = llm.get_default_sampling_params()
-    assert params.temperature == 0
-    (result,) = llm.generate(PROMPTS[0])
-    assert recited[0].outputs[0].text.startswith(result.outputs[0].text)
+def test_chat(llm):
+    (result,) = llm.chat([{"role": "user", "content": generate.EMBEDDED_PROMPT}], greedy(4))
+    assert len(result.outputs[0].token_ids) == 4
 
 
 def test_tokenizer_round_trip(llm):
-    text = LICENSE + "Grüße, 世界 🎉"
+    text = 'def greet(name):\n    return f"Grüße, {name}! 世界 🎉"\n\n\n\tApache License\n'
     assert llm.tokenizer.decode(llm.tokenizer.encode(text)) == text
-    special = [llm.tokenizer.eos_token_id, llm.engine.draft.config.mask_token_id]
-    assert llm.tokenizer.encode("<|endoftext|><|mask|>") == special
+    vocab_size = llm.engine.target.config.vocab_size
+    assert {llm.tokenizer.eos_token_id, llm.engine.draft.config.mask_token_id} <= set(range(vocab_size))
 
 
-def test_is_small_and_says_what_it_is():
-    assert "placeholder" in (EMBEDDED / "README.md").read_text(encoding="utf-8")
-    assert sum(path.stat().st_size for path in EMBEDDED.rglob("*") if path.is_file()) < 4 * 2**20
+def test_the_command_without_arguments(llm, monkeypatch, capsys):
+    named = []
+    monkeypatch.setattr(generate, "LLM", lambda *folders, **options: named.append(folders) or llm)
+    assert generate.main(["--max-tokens", "4", "--ignore-eos"]) == 0
+    assert named == [(None, None)]
+    text = llm.generate(generate.EMBEDDED_PROMPT, greedy(4))[0].outputs[0].text
+    assert capsys.readouterr().out.startswith(text + "\n\n")
+
+
+def test_the_server_without_arguments(tmp_path):
+    port, log = free_port(), tmp_path / "log"
+    live = Live(f"http://127.0.0.1:{port}", start(log, f"--port={port}"), log)
+    try:
+        live.wait_until(lambda: live.is_healthy() or live.process.poll() is not None)
+        (model,) = json.loads(live.get("/v1/models")[1])["data"]
+        assert model["id"] == "dflash-embedded"
+        status, answer = live.post("/v1/completions", {"prompt": generate.EMBEDDED_PROMPT, "max_tokens": 1})
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 1)
+    finally:
+        live.process.terminate()
+        assert live.process.wait(60) == 0
+
+
+def test_is_small_and_described():
+    assert len((EMBEDDED / "README.md").read_text(encoding="utf-8")) > 200
+    assert sum(path.stat().st_size for path in EMBEDDED.rglob("*") if path.is_file()) <= 20 * 2**20

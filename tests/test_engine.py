@@ -28,8 +28,8 @@ from tests.pairs import (
 
 SIZES = {
     "vocab_size": BYTE_VOCABULARY,
-    "num_hidden_layers": 3,
-    "num_target_layers": 3,
+    "num_hidden_layers": 2,
+    "num_target_layers": 2,
     "max_position_embeddings": 64,
     "eos_token_id": EOS,
 }
@@ -47,6 +47,8 @@ PARAMS = [
     SamplingParams(temperature=1.5, seed=5, bad_words=["a", "b b"], allowed_token_ids=[97, 98, 32], max_tokens=10),
     SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=3, ignore_eos=True),
 ]
+# 20 pages of 4 tokens: one sequence of 64 tokens and its look-ahead fits, four do not.
+SHAPES = {"max_num_seqs": 4, "page_size": 4, "max_num_batched_tokens": 8}
 # Examples of the state machine; DFLASH_TEST_LONG multiplies them.
 EXAMPLES = 12 * int(os.environ.get("DFLASH_TEST_LONG", "1"))
 
@@ -56,7 +58,7 @@ def pair(tmp_path_factory):
     """A random target over bytes, and drafters of it: with a sliding and a full layer, and with full ones alone."""
     folder = tmp_path_factory.mktemp("engine")
     raw = DRAFT | SIZES | {"num_hidden_layers": 2, "block_size": 4}
-    raw["dflash_config"] = {"target_layer_ids": [0, 2], "mask_token_id": MASK}
+    raw["dflash_config"] = {"target_layer_ids": [0, 1], "mask_token_id": MASK}
     sliding = raw | {"layer_types": [SLIDING, FULL], "sliding_window": 6}
     return (
         write_byte_tokenizer(write_model(folder / "target", TARGET | SIZES, 0)),
@@ -97,8 +99,7 @@ def machine_of(target, drafter, **options):
     class EngineMachine(RuleBasedStateMachine):
         def __init__(self):
             super().__init__()
-            # 20 pages of 4 tokens: one sequence of 64 tokens and its look-ahead fits, four do not
-            self.llm = LLM(target, drafter, max_num_seqs=4, page_size=4, max_num_batched_tokens=8, **options)
+            self.llm = LLM(target, drafter, **SHAPES, **options)
             self.engine, self.requests = self.llm.engine, []
 
         @rule(
@@ -153,10 +154,10 @@ def machine_of(target, drafter, **options):
 @pytest.mark.parametrize(
     ("drafter", "options"),
     [
-        (1, {"kv_cache_memory_bytes": 110_000}),
-        (1, {"kv_cache_memory_bytes": 110_000, "num_speculative_tokens": 3, "enable_prefix_caching": False}),
-        (2, {"kv_cache_memory_bytes": 130_000}),
-        (None, {"kv_cache_memory_bytes": 100_000}),
+        (1, {"kv_cache_memory_bytes": 88_000}),
+        (1, {"kv_cache_memory_bytes": 88_000, "num_speculative_tokens": 3, "enable_prefix_caching": False}),
+        (2, {"kv_cache_memory_bytes": 104_000, "num_speculative_tokens": 3}),
+        (None, {"kv_cache_memory_bytes": 66_667}),
     ],
     ids=["sliding", "sliding-fixed-uncached", "full", "no-drafter"],
 )
@@ -180,7 +181,7 @@ def assert_acceptance(outputs, cases):
 def test_acceptance_after_a_prefix_hit(page_size):
     """The pages of a hit hold the drafter's keys too, those of its sliding layers included."""
     cases = golden_cases(PAIR)
-    llm = golden_llm(PAIR, page_size=page_size)
+    llm = golden_llm(PAIR, page_size=page_size, max_num_seqs=2)
     prompts = [prompt(*case["input_ids"]) for case in cases]
     assert_acceptance(llm.generate(prompts, greedy(80)), cases)
     again = llm.generate(prompts, greedy(80))
@@ -288,8 +289,10 @@ def test_structured_outputs_through_the_engine(pair):
         greedy(20),
     ]
     given = [prompt(1, 2, 3)] * 3
-    found = LLM(*pair[:2]).generate(given, params)
-    assert tokens_of(found) == tokens_of(LLM(pair[0]).generate(given, params))
+    options = SHAPES | {"kv_cache_memory_bytes": 88_000}  # those of machines above, whose programs serve here too
+    found = LLM(*pair[:2], num_speculative_tokens=3, **options).generate(given, params)
+    options["kv_cache_memory_bytes"] = 66_667
+    assert tokens_of(found) == tokens_of(LLM(pair[0], **options).generate(given, params))
     assert json.loads(found[0].outputs[0].text).keys() == {"a", "b"}
     assert found[1].outputs[0].text in ("yes", "no")
     assert [output.outputs[0].finish_reason for output in found] == ["stop", "stop", "length"]

@@ -12,8 +12,7 @@ from dflash_jax import LLM, SamplingParams, StructuredOutputsParams
 from dflash_jax.engine import engine as engine_module
 from dflash_jax.engine import round as steps
 from dflash_jax.engine.constraints import Constraint
-from dflash_jax.generate import EMBEDDED_PROMPT
-from tests.pairs import GOLDEN, assert_empty, golden_cases, golden_llm, greedy, prompt, tokens_of
+from tests.pairs import GOLDEN, assert_empty, golden_cases, golden_llm, greedy, prompt, reciter, tokens_of
 
 PAIR = "qwen3_swa_tied"
 CASES = golden_cases(PAIR)
@@ -129,7 +128,7 @@ def test_nan_logits_end_the_request_and_spoil_no_page(tmp_path):
         config = folder / "config.json"
         config.write_text(config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
     assert all(POISON not in case["input_ids"] + case["output_ids"] for case in CASES)
-    llm = LLM(folder, GOLDEN / PAIR / "draft", dtype="float32", page_size=4, num_speculative_tokens=15)
+    llm = LLM(folder, GOLDEN / PAIR / "draft", dtype="float32", max_num_seqs=4, page_size=4, num_speculative_tokens=15)
     poisoned = prompt(*CASES[0]["input_ids"], POISON, 1, 2, 3, 4, 5)
     given = [poisoned, *(prompt(*case["input_ids"]) for case in CASES)]
     for _ in range(2):
@@ -143,7 +142,7 @@ def test_nan_logits_end_the_request_and_spoil_no_page(tmp_path):
 
 def test_a_grammar_that_breaks_ends_its_request(monkeypatch):
     """Also while it looks at drafts: then it would allow nothing but the end, and the text would look whole."""
-    llm = LLM(num_speculative_tokens=15)
+    llm = reciter(max_num_seqs=2)
     fill = engine_module.fill_masks
     broken = []
 
@@ -154,7 +153,7 @@ def test_a_grammar_that_breaks_ends_its_request(monkeypatch):
     monkeypatch.setattr(engine_module, "fill_masks", fill_and_break)
     monkeypatch.setattr(Constraint, "error", property(lambda _: "lexer too large" if len(broken) > 1 else None))
     params = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(regex="[a-z]{50}"))
-    outputs = run(llm, ["x", EMBEDDED_PROMPT], [params, greedy(20)])
+    outputs = run(llm, ["x", "You may reproduce and distribute copies of the"], [params, greedy(20)])
     assert (outputs[0].outputs[0].finish_reason, outputs[0].outputs[0].error) == ("error", "lexer too large")
     assert len(outputs[0].outputs[0].token_ids) == 1  # of the first mask, before it broke
     assert len(outputs[1].outputs[0].token_ids) == 20

@@ -42,7 +42,7 @@ def test_modules_match_reference_vectors(name):
         }
 
     cases = load_file(GOLDEN / name / "cases.safetensors")
-    for i in range(4):
+    for i in (0, 3):  # a short prompt and the longest
         case = {key.split(".")[1]: value for key, value in cases.items() if key.startswith(f"p{i}.")}
         for key, found in run(case["input_ids"], case["block_ids"]).items():
             assert_close(np.asarray(found), case[key])
@@ -83,7 +83,7 @@ def test_chunked_prefill_leaves_no_gap_in_drafter_context():
 def test_sharded_over_four_devices():
     name = "qwen3_swa_tied"  # 2 kv heads of the target do not divide by 4, and are replicated
     cases = golden_cases(name)
-    llm = golden_llm(name, tensor_parallel_size=4)
+    llm = golden_llm(name, tensor_parallel_size=4, max_num_seqs=2)
     weight = llm.engine.target.params["layers_0"]["mlp"]["up_proj"]
     assert {shard.data.shape[0] for shard in weight.addressable_shards} == {weight.shape[0] // 4}
     assert_matches_reference(llm.generate([prompt(*case["input_ids"]) for case in cases], greedy(80)), cases)

@@ -40,7 +40,7 @@ def llm(tmp_path_factory):
         json.dumps({"temperature": 0.6, "top_k": 20, "eos_token_id": [EOS, 7]})
     )
     raw = DRAFT | sizes | {"dflash_config": {"target_layer_ids": [1, 3], "mask_token_id": MASK}}
-    return LLM(target, write_model(folder / "draft", raw, 1), max_model_len=128)
+    return LLM(target, write_model(folder / "draft", raw, 1), max_model_len=128, num_speculative_tokens=5)
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +117,9 @@ def test_several_completions(llm):
 
 def test_more_requests_than_slots(golden):
     cases = golden_cases("qwen3_swa_tied")
-    few = golden_llm("qwen3_swa_tied", max_num_seqs=3)
-    outputs = few.generate([prompt(*cases[i % 4]["input_ids"]) for i in range(7)], greedy(80))
-    assert tokens_of(outputs) == [cases[i % 4]["output_ids"] for i in range(7)]
+    few = golden_llm("qwen3_swa_tied", max_num_seqs=2)
+    outputs = few.generate([prompt(*cases[i % 4]["input_ids"]) for i in range(5)], greedy(80))
+    assert tokens_of(outputs) == [cases[i % 4]["output_ids"] for i in range(5)]
 
 
 def test_lengths_and_parameters_side_by_side(golden):
@@ -160,7 +160,7 @@ def test_stop_and_eos_of_the_golden_text(golden):
 
 @pytest.mark.parametrize("drafter", [True, False])
 def test_logprobs(drafter):
-    llm = golden_llm("qwen3_full", drafter=drafter)
+    llm = golden_llm("qwen3_full", drafter=drafter, max_num_seqs=2)
     case = golden_cases("qwen3_full")[0]
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True, logprobs=3)
     output = llm.generate([prompt(*case["input_ids"])] * 2, [params, greedy(24)])
@@ -171,9 +171,14 @@ def test_logprobs(drafter):
     tokens = case["input_ids"] + completion.token_ids
     engine = llm.engine
     target, _ = steps.bind(engine.params, engine.spec)
-    positions = jax.numpy.arange(len(tokens))[None]
-    hidden, _, _ = target(jax.numpy.array([tokens]), positions, empty_cache(engine.target.config, len(tokens)))
-    expected = np.asarray(jax.nn.log_softmax(target.logits(hidden)[0]))
+
+    @jax.jit
+    def over(tokens):
+        positions = jax.numpy.arange(tokens.shape[1])[None]
+        hidden, _, _ = target(tokens, positions, empty_cache(engine.target.config, tokens.shape[1]))
+        return jax.nn.log_softmax(target.logits(hidden)[0])
+
+    expected = np.asarray(over(jax.numpy.array([tokens])))
     start, total = len(case["input_ids"]) - 1, 0.0
     for i, (token, entries) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
         row = expected[start + i]
@@ -319,6 +324,8 @@ def test_more_devices_than_there_are():
 
 # --- the command
 
+QUESTION = "what are prompt_token_ids?"
+
 
 def run_command(*arguments):
     command = [sys.executable, "-m", "dflash_jax.generate", *map(str, arguments)]
@@ -349,12 +356,12 @@ def test_command_prints_tokens_and_statistics():
     assert statistics.splitlines()[-1].split() == ["16", "#" * 40, "4"]
 
 
-@pytest.mark.parametrize("arguments", [["--chat"], ["--prompt", "what are prompt_token_ids?"]])
+@pytest.mark.parametrize("arguments", [["--chat"], []])
 def test_command_prints_text_for_text(llm, monkeypatch, capsys, arguments):
     monkeypatch.setattr(generate, "LLM", lambda *args, **options: llm)
-    assert generate.main([*arguments, "--max-tokens", "6", "--ignore-eos"]) == 0
-    text = arguments[-1] if "--prompt" in arguments else [{"role": "user", "content": generate.EMBEDDED_PROMPT}]
-    expected = (llm.generate if "--prompt" in arguments else llm.chat)(text, greedy(6))
+    assert generate.main([*arguments, "--prompt", QUESTION, "--max-tokens", "6", "--ignore-eos"]) == 0
+    chat = [{"role": "user", "content": QUESTION}]
+    expected = llm.chat(chat, greedy(6)) if arguments else llm.generate(QUESTION, greedy(6))
     assert capsys.readouterr().out.startswith(expected[0].outputs[0].text + "\n\n")
 
 

@@ -257,7 +257,7 @@ def test_random_pairs_agree_with_the_oracle(attends):
     def agree(case):
         prompts = case[2]
         with written(case) as (folders, target, drafter, expected):
-            llm = LLM(*folders, dtype="float32", num_speculative_tokens=drafter.block_size - 1)
+            llm = LLM(*folders, dtype="float32", max_num_seqs=2, num_speculative_tokens=drafter.block_size - 1)
             assert_modules_agree(llm, target, drafter, prompts[0])
             outputs = llm.generate([prompt(*tokens) for tokens in prompts], greedy(MAX_TOKENS))
         for output, completion in zip(outputs, expected, strict=True):

@@ -1,4 +1,4 @@
-"""The embedded pair through the whole command, once, with the same shape of result as `bench serve`."""
+"""A pair through the whole command, once, with the same shape of result as `bench serve`."""
 
 import json
 
@@ -6,6 +6,7 @@ import pytest
 
 from dflash_jax.bench.__main__ import main
 from tests.bench.test_serve import KEYS
+from tests.pairs import RECITER
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,8 @@ def result(tmp_path_factory):
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     path, output = folder / "prompts.jsonl", folder / "result.json"
     engine = {"--max-num-seqs": 2, "--max-model-len": 128, "--num-speculative-tokens": 15, "--num-warmups": 0}
-    options = engine | {"--dataset-name": "jsonl", "--dataset-path": path, "--output": output}
+    model = {"--model": RECITER / "target", "--draft-model": RECITER / "draft"}
+    options = model | engine | {"--dataset-name": "jsonl", "--dataset-path": path, "--output": output}
     flags = ["--no-compile-at-start", "--ignore-eos", "--save-detailed"]
     assert main(["offline", *flags, *(str(part) for pair in options.items() for part in pair)]) == 0
     return json.loads((folder / "result.json").read_text())

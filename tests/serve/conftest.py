@@ -3,9 +3,10 @@
 import openai
 import pytest
 
-from tests.serve.live import serving
+from tests.serve.live import NAME, serving
 
 FLAGS = (
+    f"--served-model-name={NAME}",
     "--max-num-seqs=4",
     "--num-speculative-tokens=15",  # so that acceptance depends on the text alone, not on what rounds cost
     "--enable-auto-tool-choice",
@@ -18,7 +19,7 @@ FLAGS = (
 
 @pytest.fixture(scope="session")
 def live(tmp_path_factory):
-    """The embedded pair, served."""
+    """The pair that recites, served."""
     with serving(tmp_path_factory.mktemp("live"), *FLAGS) as server:
         yield server
         server.wait_until(server.is_idle)

@@ -11,6 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.pairs import RECITER
+
+MODEL = (f"--model={RECITER / 'target'}", f"--draft-model={RECITER / 'draft'}")
+NAME = "reciter"  # what requests may call it
 START_SECONDS = 120  # on a loaded machine
 
 
@@ -102,9 +106,9 @@ def start(log: Path, *flags: str) -> subprocess.Popen:
 
 @contextmanager
 def serving(folder: Path, *flags: str, wait: bool = True):
-    """A server of the embedded pair, unless flags say otherwise; it must stop when told to."""
+    """A server of the pair that recites; it must stop when told to."""
     port, log = free_port(), folder / "serve.log"
-    process = start(log, "--port", str(port), *flags)
+    process = start(log, *MODEL, "--port", str(port), *flags)
     live = Live(f"http://127.0.0.1:{port}", process, log)
     try:
         if wait:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from schemathesis import GenerationMode
 
-from tests.serve.live import serving
+from tests.serve.live import NAME, serving
 
 LICENCE = "You may reproduce and distribute copies of the"
 HI = [{"role": "user", "content": "Hi 日本"}]
@@ -176,7 +176,7 @@ def test_other_errors_have_the_same_shape(live, client):
         assert (error["type"], error["code"]) == (kind, status)
         assert error["message"]
     with pytest.raises(openai.BadRequestError) as raised:
-        client.completions.create(model="dflash-embedded", prompt="a", temperature=-1)
+        client.completions.create(model=NAME, prompt="a", temperature=-1)
     assert raised.value.param == "temperature"
     assert raised.value.type == "BadRequestError"
 
@@ -211,7 +211,7 @@ def test_metrics_have_the_names_that_dashboards_read(live):
         for name in names.split():
             family = families[f"dflash_jax:{name}"]
             assert family.type == kind
-            labels = {"model_name": "dflash-embedded", "engine": "0"}
+            labels = {"model_name": NAME, "engine": "0"}
             assert family.samples
             assert all(sample.labels.items() >= labels.items() for sample in family.samples)
     by_position = families["dflash_jax:spec_decode_num_accepted_tokens_per_pos"].samples

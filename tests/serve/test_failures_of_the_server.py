@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_jax.frontend import EMBEDDED
-from tests.serve.live import START_SECONDS, Live, free_port, is_running, serving, start
+from tests.pairs import RECITER
+from tests.serve.live import MODEL, START_SECONDS, Live, free_port, is_running, serving, start
 
 ENDLESS = {"prompt": ["a"] * 64, "max_tokens": 3000, "ignore_eos": True, "speculation": False, "temperature": 0}
 SHORT = {"prompt": "You may reproduce and distribute copies of the", "max_tokens": 48, "temperature": 0}
@@ -113,21 +113,19 @@ def test_an_engine_that_is_killed_and_started_again(tmp_path):
     with serving(tmp_path, SLOWLY, "--restart-engine") as live:
         expected = live.post("/v1/completions", SHORT)[1]["choices"][0]["text"]
         counted = ("prompt_tokens_total", "generation_tokens_total", "spec_decode_num_drafts_total")
-        pids = []
-        for _ in range(2):
-            clients = busy(live)
-            before = [live.metric(name) for name in counted]
-            pids.append(kill_engine(live))
-            assert_told(*clients, "the engine process has died")
-            assert live.get("/health")[0] == 503
-            assert live.metric("num_requests_running") == live.metric("num_requests_waiting") == 0
-            live.wait_until(lambda: live.process.poll() is None and live.has_engine())
-            pids.append(kill_engine(live))  # while it starts
-            live.wait_until(live.is_healthy)
-            assert live.post("/v1/completions", SHORT)[1]["choices"][0]["text"] == expected
-            after = [live.metric(name) for name in counted]
-            assert all(a > b for a, b in zip(after, before, strict=True))
-            live.wait_until(live.is_idle)
+        clients = busy(live)
+        before = [live.metric(name) for name in counted]
+        pids = [kill_engine(live)]
+        assert_told(*clients, "the engine process has died")
+        assert live.get("/health")[0] == 503
+        assert live.metric("num_requests_running") == live.metric("num_requests_waiting") == 0
+        live.wait_until(lambda: live.process.poll() is None and live.has_engine())
+        pids.append(kill_engine(live))  # while it starts
+        live.wait_until(live.is_healthy)
+        assert live.post("/v1/completions", SHORT)[1]["choices"][0]["text"] == expected
+        after = [live.metric(name) for name in counted]
+        assert all(a > b for a, b in zip(after, before, strict=True))
+        live.wait_until(live.is_idle)
         assert not any(map(is_running, pids))
         pid = live.engine_pid
         live.process.kill()
@@ -236,11 +234,11 @@ def test_a_model_that_is_not_there(tmp_path):
 
 def test_an_engine_that_cannot_start(tmp_path):
     folder = tmp_path / "target"
-    shutil.copytree(EMBEDDED / "target", folder)
+    shutil.copytree(RECITER / "target", folder)
     (weights,) = folder.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-100])
     assert weights.name in refusal(tmp_path, "--port=0", "--restart-engine", "--model", str(folder))
-    assert "max_model_len" in refusal(tmp_path, "--port=0", "--max-model-len=100000000")
+    assert "max_model_len" in refusal(tmp_path, *MODEL, "--port=0", "--max-model-len=100000000")
 
 
 def test_an_engine_that_is_killed_at_its_first_start(tmp_path):
@@ -271,7 +269,7 @@ def test_a_unix_socket(tmp_path):
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as dead:  # of a server that has not cleaned up
         dead.bind(str(path))
-    process = start(tmp_path / "first", f"--uds={path}")
+    process = start(tmp_path / "first", *MODEL, f"--uds={path}")
     live = Live("", process, tmp_path / "first")
     try:
 
@@ -286,7 +284,7 @@ def test_a_unix_socket(tmp_path):
                 connection.close()
 
         live.wait_until(is_healthy)
-        assert "cannot listen at" in refusal(tmp_path, f"--uds={path}")
+        assert "cannot listen at" in refusal(tmp_path, *MODEL, f"--uds={path}")
         assert is_healthy()  # it was not taken from it
     finally:
         assert stop(live) == 0
@@ -310,7 +308,8 @@ def test_tls_keys_of_a_file_origins_and_a_path_behind_a_proxy(tmp_path, certific
     port = free_port()
     flags = [f"--ssl-certfile={certificate / 'cert'}", f"--ssl-keyfile={certificate / 'key'}"]
     flags += [f"--api-key-file={tmp_path / 'keys'}", "--allowed-origins=https://a.example", "--root-path=/llm"]
-    live = Live(f"https://127.0.0.1:{port}", start(tmp_path / "log", f"--port={port}", *flags), tmp_path / "log")
+    log = tmp_path / "log"
+    live = Live(f"https://127.0.0.1:{port}", start(log, *MODEL, f"--port={port}", *flags), log)
     context = ssl.create_default_context(cafile=certificate / "cert")
 
     def get(path, method="GET", **headers):
@@ -349,7 +348,7 @@ def test_tls_keys_of_a_file_origins_and_a_path_behind_a_proxy(tmp_path, certific
 
 def test_files_that_are_no_certificate(tmp_path):
     (tmp_path / "cert").write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
-    assert "TLS cannot be served with" in refusal(tmp_path, "--port=0", f"--ssl-certfile={tmp_path / 'cert'}")
+    assert "TLS cannot be served with" in refusal(tmp_path, *MODEL, "--port=0", f"--ssl-certfile={tmp_path / 'cert'}")
 
 
 def test_no_origin_is_allowed_unless_named(live):

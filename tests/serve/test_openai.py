@@ -10,9 +10,9 @@ import pytest
 from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
 
-from dflash_jax.frontend import EMBEDDED
+from tests.pairs import RECITER
+from tests.serve.live import NAME
 
-MODEL = "dflash-embedded"
 LICENCE = "You may reproduce and distribute copies of the"
 HI = [{"role": "user", "content": "Hi"}]
 WEATHER = {
@@ -41,22 +41,22 @@ def says(text):
 @pytest.fixture(scope="module")
 def tight():
     """A bias against white space, of which the model would put no end between the parts of JSON."""
-    tokenizer = Tokenizer.from_file(str(EMBEDDED / "target" / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(RECITER / "target" / "tokenizer.json"))
     return {str(i): -100 for i in range(tokenizer.get_vocab_size()) if tokenizer.decode([i]).isspace()}
 
 
 def chat(client, messages=HI, **options):
-    return client.chat.completions.create(model=MODEL, messages=messages, **{"max_tokens": 200} | options)
+    return client.chat.completions.create(model=NAME, messages=messages, **{"max_tokens": 200} | options)
 
 
 def complete(client, prompt=LICENCE, **options):
-    return client.completions.create(model=MODEL, prompt=prompt, **{"temperature": 0} | options)
+    return client.completions.create(model=NAME, prompt=prompt, **{"temperature": 0} | options)
 
 
 def test_a_chat(client):
     answer = chat(client, temperature=0, max_tokens=12)
     assert answer.object == "chat.completion"
-    assert answer.model == MODEL
+    assert answer.model == NAME
     assert answer.id.startswith("chatcmpl-")
     (choice,) = answer.choices
     assert (choice.index, choice.finish_reason, choice.message.role) == (0, "length", "assistant")
@@ -83,7 +83,7 @@ def test_the_async_client_is_answered_the_same(client, live):
 
 def test_models(client):
     (model,) = client.models.list().data
-    assert (model.id, client.models.retrieve(model.id)) == (MODEL, model)
+    assert (model.id, client.models.retrieve(model.id)) == (NAME, model)
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4")
 
@@ -234,11 +234,11 @@ class Thing(BaseModel):
 
 def test_parse_into_a_model(client, tight):
     options = {"response_format": Thing, "max_tokens": 200, "seed": 2, "logit_bias": tight}
-    answer = client.chat.completions.parse(model=MODEL, messages=HI, **options)
+    answer = client.chat.completions.parse(model=NAME, messages=HI, **options)
     thing = answer.choices[0].message.parsed
     assert isinstance(thing, Thing)
     assert answer.choices[0].finish_reason == "stop"
-    with client.chat.completions.stream(model=MODEL, messages=HI, **options) as stream:
+    with client.chat.completions.stream(model=NAME, messages=HI, **options) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == thing
 
 

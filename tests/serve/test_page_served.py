@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("playwright.sync_api", reason="the page's tests drive a browser through playwright")
 
+from tests.serve.live import NAME
+
 from .browsing import CHROMIUM, TOKENS, ask, chromium, expect, histogram, pages
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: install Debian's chromium")
@@ -35,7 +37,7 @@ def served(browser, live):
     """The page, which is to ask for 60 tokens."""
     with pages(browser, SimpleNamespace(url=live.base, refused=0)) as open_page:
         page = open_page()
-        expect(page.locator("#model-name")).to_have_text("dflash-embedded")
+        expect(page.locator("#model-name")).to_have_text(NAME)
         expect(page.get_by_label("Chat", exact=True)).to_be_checked()
         page.set_default_timeout(60_000)
         page.locator("#open-settings").click()

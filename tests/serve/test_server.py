@@ -2,13 +2,15 @@
 
 import json
 
+from tests.serve.live import NAME
+
 
 def test_models_health_and_version(live):
     assert live.get("/health") == (200, b"")
     (model,) = json.loads(live.get("/v1/models")[1])["data"]
-    assert model["id"] == "dflash-embedded"
+    assert model["id"] == NAME
     assert model["max_model_len"] == 4096
-    assert live.get("/v1/models/dflash-embedded")[0] == 200
+    assert live.get(f"/v1/models/{NAME}")[0] == 200
     status, body = live.get("/v1/models/gpt-4")
     assert status == 404
     assert json.loads(body)["error"]["type"] == "NotFoundError"

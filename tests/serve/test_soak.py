@@ -4,10 +4,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.serve.live import MODEL
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "soak_server.py"
 
 
 def test_mixed_requests_are_neither_lost_nor_mixed_up(tmp_path):
     size = ["--requests=200", "--concurrency=32", "--kinds=12", f"--log={tmp_path / 'log'}"]
-    run = subprocess.run([sys.executable, SCRIPT, *size, "--", "--max-num-seqs=4"], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, SCRIPT, *size, "--", *MODEL, "--max-num-seqs=4", "--num-speculative-tokens=15"],
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 0, run.stderr + run.stdout

@@ -7,6 +7,8 @@ from contextlib import closing
 import httpx
 import pytest
 
+from tests.serve.live import NAME
+
 LICENCE = "You may reproduce and distribute copies of the"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200}
 ENDLESS = {"prompt": LICENCE, "max_tokens": 4000, "ignore_eos": True, "temperature": 0, "speculation": False}
@@ -65,7 +67,7 @@ def test_the_shape_of_a_chat(live):
     chunks = chat_chunks(live, temperature=0, max_tokens=12, stream_options={"include_usage": True})
     *contents, last = chunks
     assert {(c["id"], c["object"], c["created"], c["model"]) for c in chunks} == {
-        (chunks[0]["id"], "chat.completion.chunk", chunks[0]["created"], "dflash-embedded")
+        (chunks[0]["id"], "chat.completion.chunk", chunks[0]["created"], NAME)
     }
     first, *others = choices(contents)
     assert first["delta"] == {"role": "assistant", "content": ""}

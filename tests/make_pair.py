@@ -1,8 +1,8 @@
-"""Make the embedded default pair: a placeholder target that recites the Apache-2.0 licence, and its DFlash drafter.
+"""Make the tests' own pair: a target that recites the Apache-2.0 licence, and its DFlash drafter.
 
-    python scripts/make_placeholder_pair.py
+    python -m tests.make_pair
 
-needs the extra `train`; it writes `dflash_jax/embedded/`, and README.md there says how long it took, with which
+needs the extra `train`; it writes `tests/pair/`, and README.md there says how long it took, with which
 versions and seed. The target overfits on purpose: it recites the licence from its title on, and from nearly any of its
 lines; a prompt of few words, or one that ends inside a word, may lead it to another passage. After the end of the
 licence comes the end-of-text token and, if that is ignored, the licence again.
@@ -281,14 +281,14 @@ def write_readme(out: Path, seed: int, seconds: float, report: str) -> None:
     """Say what the pair is and how it was made."""
     versions = [f"{name} {version(name)}" for name in ("jax", "flax", "optax", "tokenizers")]
     (out / "README.md").write_text(
-        f"""# A placeholder pair
+        f"""# The tests' pair
 
-This is a placeholder, not a language model: `target/` (Qwen3, {VOCAB_SIZE} tokens) was overfitted on the text of the
-Apache-2.0 licence and recites it from its title on, and from nearly any of its lines; to other prompts it answers with
-pieces of the licence. `draft/` is a DFlash drafter trained on that recitation.
+No language model, but a pair whose words and acceptance tests know. `target/` (Qwen3, {VOCAB_SIZE} tokens) was
+overfitted on the text of the Apache-2.0 licence and recites it from its title on, and from nearly any of its lines; to
+other prompts it answers with pieces of the licence. `draft/` is a DFlash drafter trained on that recitation.
 Its acceptance lengths show that the machinery works, and nothing of what a drafter reaches on real text.
 
-Made by `python scripts/make_placeholder_pair.py --seed {seed}` in {seconds:.0f} s on a CPU
+Made by `python -m tests.make_pair --seed {seed}` in {seconds:.0f} s on a CPU
 (Python {platform.python_version()}, {", ".join(versions)}).
 {report}
 Weights are stored in bfloat16; `config.json` says float32, which is what they are computed in.
@@ -300,7 +300,7 @@ Weights are stored in bfloat16; `config.json` says float32, which is what they a
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, default=ROOT / "LICENSE", help="what the target learns by heart")
-    parser.add_argument("--out", type=Path, default=ROOT / "dflash_jax" / "embedded")
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "pair")
     parser.add_argument("--target-steps", type=int, default=1600)
     parser.add_argument("--draft-steps", type=int, default=1600)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
