@@ -12,7 +12,7 @@ from dflash_jax.core import Prompt, RequestOutput, SamplingParams
 from dflash_jax.errors import DFlashError
 from dflash_jax.llm import LLM
 
-EMBEDDED_PROMPT = "You may reproduce and distribute copies of the"
+EMBEDDED_PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n"
 BAR_WIDTH = 40  # characters of the longest bar
 
 
