@@ -181,7 +181,7 @@ def assert_acceptance(outputs, cases):
 def test_acceptance_after_a_prefix_hit(page_size):
     """The pages of a hit hold the drafter's keys too, those of its sliding layers included."""
     cases = golden_cases(PAIR)
-    llm = golden_llm(PAIR, page_size=page_size, max_num_seqs=2)
+    llm = golden_llm(PAIR, page_size=page_size, max_num_seqs=16)  # room for the sliding pages of all four
     prompts = [prompt(*case["input_ids"]) for case in cases]
     assert_acceptance(llm.generate(prompts, greedy(80)), cases)
     again = llm.generate(prompts, greedy(80))

@@ -61,7 +61,7 @@ def assert_others_are_right(outputs, culprit, words):
 def test_a_step_that_fails_once_costs_nobody(monkeypatch):
     calls = []
     break_steps(monkeypatch, "verify", lambda *_: calls.append(1) or len(calls) == 3)
-    outputs = run(golden_llm(PAIR, max_num_seqs=4), [prompt(*case["input_ids"]) for case in CASES], greedy(80))
+    outputs = run(golden_llm(PAIR), [prompt(*case["input_ids"]) for case in CASES], greedy(80))
     assert len(calls) > 3
     assert_others_are_right(outputs, None, "")
 
@@ -73,7 +73,7 @@ def test_a_prompt_that_always_fails_fails_alone(monkeypatch):
         return any(row[: len(culprit)].tolist() == culprit for row in chunk.tokens)
 
     break_steps(monkeypatch, "prefill", holds_culprit)
-    outputs = run(golden_llm(PAIR, max_num_seqs=4), [prompt(*case["input_ids"]) for case in CASES], greedy(80))
+    outputs = run(golden_llm(PAIR), [prompt(*case["input_ids"]) for case in CASES], greedy(80))
     assert_others_are_right(outputs, 1, "a cosmic ray")
 
 
@@ -91,7 +91,7 @@ def test_a_sequence_that_fails_in_mid_text_fails_alone(monkeypatch):
     given = [prompt(*case["input_ids"]) for case in CASES]
     break_steps(monkeypatch, "verify", too_long)
     params = [greedy(80 if i == culprit else 16) for i in range(len(CASES))]
-    outputs = run(golden_llm(PAIR, max_num_seqs=4), given, params)
+    outputs = run(golden_llm(PAIR), given, params)
     for i, (output, case) in enumerate(zip(outputs, CASES, strict=True)):
         completion = output.outputs[0]
         assert completion.finish_reason == ("error" if i == culprit else "length")
@@ -108,7 +108,7 @@ def test_what_fails_on_the_host_is_one_sequences_affair(monkeypatch):
         return take(sequence, *arguments, **options)
 
     monkeypatch.setattr(engine_module, "take_emitted", failing)
-    outputs = run(golden_llm(PAIR, max_num_seqs=4), [prompt(*case["input_ids"]) for case in CASES], greedy(80))
+    outputs = run(golden_llm(PAIR), [prompt(*case["input_ids"]) for case in CASES], greedy(80))
     assert_others_are_right(outputs, 2, "ValueError: no such character")
 
 

@@ -117,9 +117,9 @@ def test_several_completions(llm):
 
 def test_more_requests_than_slots(golden):
     cases = golden_cases("qwen3_swa_tied")
-    few = golden_llm("qwen3_swa_tied", max_num_seqs=2)
-    outputs = few.generate([prompt(*cases[i % 4]["input_ids"]) for i in range(5)], greedy(80))
-    assert tokens_of(outputs) == [cases[i % 4]["output_ids"] for i in range(5)]
+    assert golden.config.max_num_seqs < 7
+    outputs = golden.generate([prompt(*cases[i % 4]["input_ids"]) for i in range(7)], greedy(80))
+    assert tokens_of(outputs) == [cases[i % 4]["output_ids"] for i in range(7)]
 
 
 def test_lengths_and_parameters_side_by_side(golden):
@@ -160,7 +160,7 @@ def test_stop_and_eos_of_the_golden_text(golden):
 
 @pytest.mark.parametrize("drafter", [True, False])
 def test_logprobs(drafter):
-    llm = golden_llm("qwen3_full", drafter=drafter, max_num_seqs=2)
+    llm = golden_llm("qwen3_full", drafter=drafter)
     case = golden_cases("qwen3_full")[0]
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True, logprobs=3)
     output = llm.generate([prompt(*case["input_ids"])] * 2, [params, greedy(24)])

@@ -83,8 +83,8 @@ SETTINGS = [
 def test_seeded_sampling_is_the_same_with_and_without_drafter():
     name = "qwen3_swa_tied"
     prompts = [prompt(*golden_cases(name)[i % 4]["input_ids"]) for i in range(len(SETTINGS))]
-    with_drafter = golden_llm(name, max_num_seqs=2).generate(prompts, SETTINGS)
-    plain = golden_llm(name, drafter=False, max_num_seqs=2)
+    with_drafter = golden_llm(name).generate(prompts, SETTINGS)
+    plain = golden_llm(name, drafter=False)
     assert tokens_of(with_drafter) == tokens_of(plain.generate(prompts, SETTINGS))
     accepted = [length for output in with_drafter for length in output.metrics.acceptance_lengths]
     assert max(accepted) > 2  # or nothing has been tested
@@ -94,10 +94,7 @@ def test_seeded_sampling_is_the_same_with_and_without_drafter():
 
 def test_unseeded_requests_differ_but_the_engine_seed_repeats_them():
     params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, n=2)
-    runs = [
-        tokens_of(golden_llm("llama_full", seed=s, max_num_seqs=2).generate([prompt(5, 6)] * 2, params))
-        for s in (0, 0, 1)
-    ]
+    runs = [tokens_of(golden_llm("llama_full", seed=s).generate([prompt(5, 6)] * 2, params)) for s in (0, 0, 1)]
     assert runs[0] == runs[1] != runs[2]
     assert len({tuple(tokens) for tokens in runs[0]}) == 4
 
