@@ -39,7 +39,7 @@ from dflash_jax.cache.dense import DenseKVCache
 from dflash_jax.checkpoint.loader import Params
 from dflash_jax.config import DecoderConfig, DraftConfig, TargetConfig, draft_config, target_config
 from dflash_jax.models.dflash import DraftModel
-from dflash_jax.models.tables import checkpoint_shape, checkpoint_table, parameter_path
+from dflash_jax.models.tables import checkpoint_tensors
 from dflash_jax.models.target import TargetModel
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -247,12 +247,7 @@ def save_model(folder: Path, raw: dict[str, Any], config: TargetConfig | DraftCo
     """Write config.json and the weights under the checkpoint's names."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", raw)
-    tensors = {}
-    for tensor, axes in checkpoint_table(config).items():
-        array: Any = params
-        for key in parameter_path(tensor):
-            array = array[key]
-        tensors[tensor] = array.reshape(checkpoint_shape(axes, config)).astype(jnp.bfloat16)
+    tensors = {name: tensor.astype(jnp.bfloat16) for name, tensor in checkpoint_tensors(config, params).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)
 

@@ -15,7 +15,7 @@ from dflash_jax.checkpoint.safetensors import list_tensors
 from dflash_jax.checkpoint.tokenizer import Tokenizer
 from dflash_jax.config import draft_config, target_config
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.models.tables import checkpoint_shape, checkpoint_table, parameter_path
+from dflash_jax.models.tables import checkpoint_shape, checkpoint_table, checkpoint_tensors, parameters_of
 from tests.pairs import DRAFT, TARGET, random_tensors, write_byte_tokenizer, write_model
 
 CONFIG = target_config(TARGET)
@@ -44,10 +44,8 @@ def write_raw(path, tensors):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def at(params, tensor):
-    for key in parameter_path(tensor):
-        params = params[key]
-    return np.asarray(params)
+def at(params, tensor, config=CONFIG):
+    return checkpoint_tensors(config, params)[tensor]
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
@@ -61,14 +59,18 @@ def test_every_dtype(tmp_path, dtype):
         np.testing.assert_array_equal(found, tensors[UP].astype(np.float32).astype(wanted))
 
 
-def test_heads_are_split_as_the_table_says(tmp_path):
+def test_heads_lie_as_the_table_says(tmp_path):
+    """4 query heads and 2 kv heads of 16: each kv head has its own queries beside it."""
     tensors = random_tensors(CONFIG, 0)
     save_file(tensors, tmp_path / "model.safetensors")
-    params = load_params(tmp_path, CONFIG, jnp.float32)
-    q, o = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.o_proj.weight"
-    assert at(params, q).shape == (4, 16, 32)
-    np.testing.assert_array_equal(at(params, q)[2, 3], tensors[q][2 * 16 + 3])
-    np.testing.assert_array_equal(at(params, o)[:, 2, 3], tensors[o][:, 2 * 16 + 3])
+    attention = load_params(tmp_path, CONFIG, jnp.float32)["layers_0"]["self_attn"]
+    q, k, v, o = (tensors[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkvo")
+    fused = np.asarray(attention["qkv_proj"])
+    assert fused.shape == (2, 4, 16, 32)
+    np.testing.assert_array_equal(fused[1, 0, 3], q[2 * 16 + 3])
+    np.testing.assert_array_equal(fused[1, 2, 3], k[16 + 3])
+    np.testing.assert_array_equal(fused[1, 3, 3], v[16 + 3])
+    np.testing.assert_array_equal(attention["o_proj"][:, 2, 3], o[:, 2 * 16 + 3])
 
 
 @pytest.mark.parametrize("kind", ["tensor", "row", "block"])
@@ -84,7 +86,7 @@ def test_fp8_with_scales(tmp_path, kind):
     name = UP + ("_scale_inv" if kind == "block" else "_scale")
     write_raw(tmp_path / "model.safetensors", tensors | {UP: stored, name: scale})
     config = target_config(TARGET | {"quantization_config": {"weight_block_size": [32, 20]}})
-    found = at(load_params(tmp_path, config, jnp.float32), UP)
+    found = at(load_params(tmp_path, config, jnp.float32), UP, config)
     np.testing.assert_allclose(found, stored.astype(np.float32) * spread, rtol=1e-6)
     np.testing.assert_allclose(found, weight, atol=0.1)
 
@@ -99,8 +101,9 @@ def test_sharded_with_index(tmp_path):
     weight_map = {name: file for file, part in parts.items() for name in part}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     params = load_params(tmp_path, CONFIG, jnp.float32)
+    found = checkpoint_tensors(CONFIG, params)
     for name, tensor in tensors.items():
-        np.testing.assert_array_equal(at(params, name).ravel(), tensor.ravel())
+        np.testing.assert_array_equal(found[name], tensor)
 
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"index\.json names 'b\.safetensors'"):
@@ -262,6 +265,8 @@ def test_models_that_cannot_be_found(tmp_path):
 
 def test_names_shapes_and_paths_agree():
     table = checkpoint_table(CONFIG)
-    assert len({parameter_path(name) for name in table}) == len(table)
+    parameters = {parameter.path: parameter for parameter in parameters_of(table, CONFIG)}
+    assert sorted(name for parameter in parameters.values() for name in parameter.parts) == sorted(table)
     assert checkpoint_shape(table["model.layers.4.self_attn.k_proj.weight"], CONFIG) == (32, 32)
-    assert parameter_path("model.layers.4.self_attn.k_proj.bias") == ("layers_4", "self_attn", "k_proj_bias")
+    weight = parameters["layers_4", "self_attn", "qkv_proj"]
+    assert (weight.axes, weight.shape) == (("K", "J", "H", "D"), (2, 4, 16, 32))

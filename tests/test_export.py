@@ -18,16 +18,10 @@ from dflash_jax.checkpoint.loader import load_params
 from dflash_jax.checkpoint.safetensors import list_tensors
 from dflash_jax.config import DraftConfig, LayerMask, RopeConfig, draft_config, read_json, target_config
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.models.tables import checkpoint_table, parameter_path
+from dflash_jax.models.tables import checkpoint_tensors
 from tests.pairs import DRAFT, TARGET, write_model
 
 HALF_STEP = 2.0**-4  # of e4m3: 3 bits of mantissa, so half a step is 1/16 of a number at most
-
-
-def at(params, name):
-    for key in parameter_path(name):
-        params = params[key]
-    return np.asarray(params)
 
 
 def loaded(tmp_path, raw):
@@ -51,9 +45,9 @@ def test_what_was_written_is_read(tmp_path, raw, dtype):
     config, params = loaded(tmp_path, raw)
     save_model(tmp_path / "new" / "model", raw, config, params, dtype)
     again = load_params(tmp_path / "new" / "model", config, jnp.float32)
-    for name in checkpoint_table(config):
-        before = at(params, name)
-        np.testing.assert_array_equal(at(again, name), before if name == "d2t" else before.astype(dtype))
+    found = checkpoint_tensors(config, again)
+    for name, before in checkpoint_tensors(config, params).items():
+        np.testing.assert_array_equal(found[name], before if name == "d2t" else before.astype(dtype))
     assert read_json(tmp_path / "new" / "model" / "config.json") == raw
     stored = {info.dtype for info in list_tensors(tmp_path / "new" / "model").values()}
     assert stored == {np.dtype(dtype)} | ({np.dtype(np.int64)} if "draft_vocab_size" in raw else set())
@@ -65,8 +59,9 @@ def test_fp8_is_close_and_only_in_projections(tmp_path, raw):
     save_model(tmp_path / "fp8", raw, config, params, "fp8_e4m3")
     again = load_params(tmp_path / "fp8", config, jnp.float32)
     tensors = list_tensors(tmp_path / "fp8")
-    for name in checkpoint_table(config):
-        before, after, scale = at(params, name), at(again, name), tensors.get(f"{name}_scale")
+    found = checkpoint_tensors(config, again)
+    for name, before in checkpoint_tensors(config, params).items():
+        after, scale = found[name], tensors.get(f"{name}_scale")
         if name.endswith(("_proj.weight", "fc.weight")):
             assert tensors[name].dtype == ml_dtypes.float8_e4m3fn
             assert (scale.dtype, scale.shape) == (np.float32, (tensors[name].shape[0], 1))

@@ -14,6 +14,7 @@ from dflash_jax.checkpoint.tokenizer import Tokenizer
 from dflash_jax.config import read_json, target_config
 from dflash_jax.errors import CheckpointError
 from dflash_jax.frontend import resolve_folders
+from dflash_jax.models.tables import checkpoint_tensors
 from tests.pairs import DRAFT, TARGET, write_model
 
 gguf = pytest.importorskip("gguf", reason="scripts/get_smollm2.py needs it, the package does not")
@@ -116,18 +117,19 @@ def made(tmp_path_factory):
 
 def test_weights_stand_in_the_order_of_hugging_face(made):
     config = target_config(read_json(made / "config.json"))
-    params = load_params(made, config, np.float32)
-    layer, names = params["layers_0"], weights()
+    found, names = checkpoint_tensors(config, load_params(made, config, np.float32)), weights()
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        expected = names[f"model.layers.0.self_attn.{name}.weight"]
-        found = np.asarray(layer["self_attn"][name]).reshape(expected.shape)
-        np.testing.assert_allclose(found, expected, atol=0.3)  # of 4 bits; other rows differ by 1 and more
+        tensor = f"model.layers.0.self_attn.{name}.weight"
+        np.testing.assert_allclose(found[tensor], names[tensor], atol=0.3)  # of 4 bits; other rows differ by 1 and more
     for name in ("gate_proj", "up_proj", "down_proj"):
-        np.testing.assert_allclose(layer["mlp"][name], names[f"model.layers.0.mlp.{name}.weight"], atol=0.3)
-    np.testing.assert_allclose(params["embed_tokens"], names["model.embed_tokens.weight"], atol=0.04)
+        np.testing.assert_allclose(
+            found[f"model.layers.0.mlp.{name}.weight"], names[f"model.layers.0.mlp.{name}.weight"], atol=0.3
+        )
+    np.testing.assert_allclose(found["model.embed_tokens.weight"], names["model.embed_tokens.weight"], atol=0.04)
     for name in ("input_layernorm", "post_attention_layernorm"):
-        np.testing.assert_allclose(layer[name], names[f"model.layers.0.{name}.weight"], rtol=2**-8)
-    np.testing.assert_allclose(params["norm"], names["model.norm.weight"], rtol=2**-8)
+        tensor = f"model.layers.0.{name}.weight"
+        np.testing.assert_allclose(found[tensor], names[tensor], rtol=2**-8)
+    np.testing.assert_allclose(found["model.norm.weight"], names["model.norm.weight"], rtol=2**-8)
 
 
 def test_configuration(made):

@@ -84,6 +84,6 @@ def test_sharded_over_four_devices():
     name = "qwen3_swa_tied"  # 2 kv heads of the target do not divide by 4, and are replicated
     cases = golden_cases(name)
     llm = golden_llm(name, tensor_parallel_size=4, max_num_seqs=2)
-    weight = llm.engine.target.params["layers_0"]["mlp"]["up_proj"]
-    assert {shard.data.shape[0] for shard in weight.addressable_shards} == {weight.shape[0] // 4}
+    weight = llm.engine.target.params["layers_0"]["mlp"]["gate_up_proj"]
+    assert {shard.data.shape[1] for shard in weight.addressable_shards} == {weight.shape[1] // 4}
     assert_matches_reference(llm.generate([prompt(*case["input_ids"]) for case in cases], greedy(80)), cases)

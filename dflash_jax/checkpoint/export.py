@@ -16,7 +16,7 @@ from dflash_jax.checkpoint.loader import Params
 from dflash_jax.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME
 from dflash_jax.config import DraftConfig, LayerMask, RopeConfig, TargetConfig
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.models.tables import checkpoint_shape, checkpoint_table, parameter_path
+from dflash_jax.models.tables import checkpoint_tensors
 
 WeightDtype = Literal["float32", "bfloat16", "fp8_e4m3"]
 
@@ -82,11 +82,8 @@ def save_model(
     if (folder / INDEX_NAME).exists():
         raise CheckpointError(f"{folder} holds {INDEX_NAME}, which would hide the new weights; give another folder.")
     tensors: dict[str, np.ndarray] = {}
-    for name, axes in checkpoint_table(config).items():
-        array: Any = params
-        for key in parameter_path(name):
-            array = array[key]
-        tensors |= _stored(name, np.asarray(array).reshape(checkpoint_shape(axes, config)), dtype)
+    for name, tensor in checkpoint_tensors(config, params).items():
+        tensors |= _stored(name, tensor, dtype)
     raw = {name: value for name, value in raw_config.items() if name != "quantization_config"}
     quantization = {"quantization_config": FP8_QUANTIZATION} if dtype == "fp8_e4m3" else {}
     folder.mkdir(parents=True, exist_ok=True)

@@ -21,12 +21,12 @@ from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models.tables import (
     IGNORED_TENSORS,
+    Parameter,
+    build,
     checkpoint_shape,
     checkpoint_table,
     kv_scale_names,
-    layout_axes,
-    parameter_path,
-    sizes,
+    parameters_of,
 )
 
 Params = dict[str, Any]  # nested dicts of arrays, as Flax modules take them
@@ -108,20 +108,13 @@ def load_params(
     tensors = list_tensors(folder)
     table = checkpoint_table(config)
     _check(folder, tensors, table, config)
-    params: Params = {}
-    letters = sizes(config)
-    for name, axes in table.items():
-        array_axes = layout_axes(axes)
-        shape = tuple(letters[a] for a in array_axes)
-        array = _read(tensors, name, config).reshape(shape)
-        placed = jax.device_put(array, place(array_axes, shape))
-        wanted = dtype if jnp.issubdtype(placed.dtype, jnp.floating) else jnp.dtype(jnp.int32)
-        *outer, leaf = parameter_path(name)
-        node = params
-        for key in outer:
-            node = node.setdefault(key, {})
-        node[leaf] = placed.astype(wanted)
-    return params
+
+    def read(parameter: Parameter) -> jax.Array:
+        array = parameter.join({name: _read(tensors, name, config) for name in parameter.parts})
+        placed = jax.device_put(array, place(parameter.axes, parameter.shape))
+        return placed.astype(dtype if jnp.issubdtype(placed.dtype, jnp.floating) else jnp.int32)
+
+    return build(parameters_of(table, config), read)
 
 
 def _check(

@@ -125,20 +125,31 @@ class Attention(nn.Module):
     def setup(self) -> None:
         self.weights = declare(self, attention_table(self.config), self.config)
 
-    def _heads(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
-        heads = project(x, self.weights[f"{name}_proj"], self.weights.get(f"{name}_proj_bias"))
-        norm = self.weights.get(f"{name}_norm")
-        return heads if norm is None else rms_norm(heads, norm, self.config.rms_norm_eps)
+    def _project(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T K J H"]:
+        return project(x, self.weights[name], self.weights.get(f"{name}_bias"))
 
-    def queries(self, x: Float[Array, "B T D"], rope: Rope) -> Float[Array, "B T N H"]:
-        """Normed and rotated queries."""
-        return rotate(self._heads("q", x), rope)
+    def _positioned(self, x: Float[Array, "B T N H"], norm: str, rope: Rope) -> Float[Array, "B T N H"]:
+        weight = self.weights.get(norm)
+        return rotate(x if weight is None else rms_norm(x, weight, self.config.rms_norm_eps), rope)
+
+    def queries_keys_values(
+        self, x: Float[Array, "B T D"], rope: Rope
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Normed and rotated queries and keys, and values."""
+        if "qkv_proj" in self.weights:
+            heads = self._project("qkv_proj", x)
+            q, k, v = heads[..., :-2, :], self._positioned(heads[..., -2, :], "k_norm", rope), heads[..., -1, :]
+        else:
+            q, (k, v) = self._project("q_proj", x), self.keys_values(x, rope)
+        q = q.reshape(*x.shape[:2], self.config.num_attention_heads, self.config.head_dim)
+        return self._positioned(q, "q_norm", rope), k, v
 
     def keys_values(
         self, x: Float[Array, "B T D"], rope: Rope
     ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Normed and rotated keys, and values."""
-        return rotate(self._heads("k", x), rope), self._heads("v", x)
+        """Normed and rotated keys, and values; of a drafter, whose queries have weights of their own."""
+        heads = self._project("kv_proj", x)
+        return self._positioned(heads[..., 0, :], "k_norm", rope), heads[..., 1, :]
 
     def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """The output projection."""
@@ -159,8 +170,8 @@ class MLP(nn.Module):
         return project(x, self.weights[name], self.weights.get(f"{name}_bias"))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gated = jax.nn.silu(self._linear("gate_proj", x)) * self._linear("up_proj", x)
-        return self._linear("down_proj", gated)
+        gate_up = self._linear("gate_up_proj", x)
+        return self._linear("down_proj", jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :])
 
 
 class DecoderLayer(nn.Module):
@@ -184,9 +195,8 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         eps = self.config.rms_norm_eps
         h = rms_norm(x, self.norms["input_layernorm"], eps)
-        k, v = self.self_attn.keys_values(h, rope)
+        q, k, v = self.self_attn.queries_keys_values(h, rope)
         cache = cache.write(self.index, k, v, positions)
-        q = self.self_attn.queries(h, rope)
         x = x + self.self_attn.output(cache.attend(self.index, q, positions, kv_length, self.config.layers[self.index]))
         h = rms_norm(x, self.norms["post_attention_layernorm"], eps)
         return x + self.mlp(h), cache

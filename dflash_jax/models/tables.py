@@ -3,27 +3,42 @@
 A table maps a tensor's name in the checkpoint to its axes, written in the project's letters:
 
     V vocabulary · U draft vocabulary · D model width · C concatenated taps · F mlp width
-    N query heads · K kv heads · H head size
+    N query heads · K kv heads · H head size · R query heads of a kv head · J tensors side by side
 
-Axes in parentheses are one axis in the checkpoint and several in our arrays: `"(N H) D"` is stored as
-[N*H, D] and held as [N, H, D]. Our arrays keep the checkpoint's order [out, in], which is the K-major operand
+Axes in parentheses are one axis in the checkpoint and several in our arrays: `"D (N H)"` is stored as
+[D, N*H] and held as [D, N, H]. Our arrays keep the checkpoint's order [out, in], which is the K-major operand
 that the tensor cores want, so loading a tensor is a reshape of the mapped file and never a transpose.
 
-The same table declares the Flax parameters (`declare`), tells the loader what must be in the files, and gives
-each array its sharding (`layout_axes`).
+Projections of the same input are one array, so that one matrix product reads them: `FUSED`. Those of the heads lie
+side by side within each kv head, as "(K R H) D" for queries and "(K 1 H) D" for keys and values become [K, J, H, D]
+with J = R + 2, so that devices which share the kv heads hold whole groups of heads.
+
+The same table declares the Flax parameters (`declare`), tells the loader what must be in the files and the exporter
+what to write (`parameters_of`), and gives each array its sharding (`Parameter.axes`).
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
+import numpy as np
 
 from dflash_jax.config import DecoderConfig, DraftConfig, TargetConfig
 
 Table = dict[str, str]  # tensor name -> axes
+T = TypeVar("T")
+
+# Parameters, and the tensors that lie side by side in them. The contexts of a drafter need its keys and values alone.
+FUSED: dict[str, dict[str, tuple[str, ...]]] = {
+    "target": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
+    "draft": {"kv_proj": ("k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
+}
 
 # Tensors that checkpoints carry and no model of ours needs.
 IGNORED_TENSORS = re.compile(
@@ -47,13 +62,13 @@ KV_SCALE_NAMES = (
 def attention_table(config: DecoderConfig) -> Table:
     """Tensors of one attention block."""
     table = {
-        "q_proj.weight": "(N H) D",
-        "k_proj.weight": "(K H) D",
-        "v_proj.weight": "(K H) D",
+        "q_proj.weight": "(K R H) D",
+        "k_proj.weight": "(K 1 H) D",
+        "v_proj.weight": "(K 1 H) D",
         "o_proj.weight": "D (N H)",
     }
     if config.attention_bias:
-        table |= {"q_proj.bias": "(N H)", "k_proj.bias": "(K H)", "v_proj.bias": "(K H)", "o_proj.bias": "D"}
+        table |= {"q_proj.bias": "(K R H)", "k_proj.bias": "(K 1 H)", "v_proj.bias": "(K 1 H)", "o_proj.bias": "D"}
     if config.qk_norm:
         table |= {"q_norm.weight": "H", "k_norm.weight": "H"}
     return table
@@ -61,9 +76,9 @@ def attention_table(config: DecoderConfig) -> Table:
 
 def mlp_table(config: DecoderConfig) -> Table:
     """Tensors of one SwiGLU block."""
-    table = {"gate_proj.weight": "F D", "up_proj.weight": "F D", "down_proj.weight": "D F"}
+    table = {"gate_proj.weight": "(1 F) D", "up_proj.weight": "(1 F) D", "down_proj.weight": "D F"}
     if config.mlp_bias:
-        table |= {"gate_proj.bias": "F", "up_proj.bias": "F", "down_proj.bias": "D"}
+        table |= {"gate_proj.bias": "(1 F)", "up_proj.bias": "(1 F)", "down_proj.bias": "D"}
     return table
 
 
@@ -99,14 +114,6 @@ def kv_scale_names(config: TargetConfig | DraftConfig, layer: int, x: str) -> li
     return [f"{prefix}layers.{layer}.self_attn.{name.format(x=x)}" for name in KV_SCALE_NAMES]
 
 
-def parameter_path(tensor: str) -> tuple[str, ...]:
-    """Where a tensor stands in the parameters: `model.layers.3.mlp.up_proj.weight` -> (layers_3, mlp, up_proj)."""
-    name = re.sub(r"^model\.", "", tensor)
-    name = re.sub(r"layers\.(\d+)", r"layers_\1", name)
-    name = re.sub(r"\.bias$", "_bias", re.sub(r"\.weight$", "", name))
-    return tuple(name.split("."))
-
-
 def sizes(config: DecoderConfig) -> dict[str, int]:
     """The number behind each letter."""
     letters = {
@@ -116,6 +123,8 @@ def sizes(config: DecoderConfig) -> dict[str, int]:
         "N": config.num_attention_heads,
         "K": config.num_key_value_heads,
         "H": config.head_dim,
+        "R": config.num_attention_heads // config.num_key_value_heads,
+        "1": 1,
     }
     if isinstance(config, DraftConfig):
         letters["U"] = config.draft_vocab_size or config.vocab_size
@@ -130,26 +139,105 @@ def checkpoint_shape(axes: str, config: DecoderConfig) -> tuple[int, ...]:
     return tuple(math.prod(letters[a] for a in (grouped or single).split()) for grouped, single in groups)
 
 
-def layout_axes(axes: str) -> tuple[str, ...]:
-    """The letters of our array, one a dimension."""
-    return tuple(re.findall(r"\w", axes))
+@dataclass(frozen=True)
+class Parameter:
+    """An array of ours, made of one tensor of a checkpoint or of several side by side.
+
+    Attributes:
+        path: where it stands in the parameters: `layers_3`, `mlp`, `gate_up_proj`.
+        axes: its letters, one a dimension.
+        parts: the shape of each tensor in it, by the tensor's name in the checkpoint.
+    """
+
+    path: tuple[str, ...]
+    axes: tuple[str, ...]
+    parts: Mapping[str, tuple[int, ...]]
+
+    @property
+    def axis(self) -> int:
+        """Along which the parts lie side by side."""
+        return self.axes.index("J") if "J" in self.axes else 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array."""
+        first, *_ = shapes = list(self.parts.values())
+        return (*first[: self.axis], sum(shape[self.axis] for shape in shapes), *first[self.axis + 1 :])
+
+    def join(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The array, of tensors in the checkpoint's shapes."""
+        parts = [tensors[name].reshape(shape) for name, shape in self.parts.items()]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self.axis)
+
+    def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
+        """The tensors in it, in our shapes."""
+        ends = np.cumsum([shape[self.axis] for shape in self.parts.values()])
+        return dict(zip(self.parts, np.split(array, ends[:-1], axis=self.axis), strict=True))
+
+
+def parameters_of(table: Table, config: DecoderConfig) -> list[Parameter]:
+    """The arrays that hold the tensors of a table; their paths begin where its names do."""
+    letters = sizes(config)
+    fused = FUSED["draft" if isinstance(config, DraftConfig) else "target"]
+    whole = {part: name for name, parts in fused.items() for part in parts}
+    found: dict[tuple[str, ...], Parameter] = {}
+    for tensor, axes in table.items():
+        *outer, name = re.sub(r"\.weight$", "", re.sub(r"\.bias$", "_bias", tensor)).split(".")
+        base = name.removesuffix("_bias")
+        path = _modules(outer) + (whole.get(base, base) + name.removeprefix(base),)
+        array_axes = tuple(re.findall(r"\w", axes))
+        shape = tuple(letters[axis] for axis in array_axes)
+        before = found[path].parts if path in found else {}
+        if base in whole:
+            array_axes = tuple("J" if axis in "R1" else axis for axis in array_axes)
+        found[path] = Parameter(path, array_axes, {**before, tensor: shape})
+    return list(found.values())
+
+
+def _modules(names: list[str]) -> tuple[str, ...]:
+    """`model.layers.3.mlp` -> (layers_3, mlp)."""
+    joined = re.sub(r"^model(\.|$)", "", ".".join(names))
+    return tuple(filter(None, re.sub(r"layers\.(\d+)", r"layers_\1", joined).split(".")))
+
+
+def build(parameters: Iterable[Parameter], make: Callable[[Parameter], T]) -> dict[str, Any]:
+    """Nested dicts, as Flax modules take them, with something for each parameter."""
+    tree: dict[str, Any] = {}
+    for parameter in parameters:
+        *outer, leaf = parameter.path
+        node = tree
+        for key in outer:
+            node = node.setdefault(key, {})
+        node[leaf] = make(parameter)
+    return tree
+
+
+def checkpoint_tensors(config: TargetConfig | DraftConfig, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint by name, in its shapes, out of a model's parameters; on the host."""
+    table, tensors = checkpoint_table(config), {}
+    for parameter in parameters_of(table, config):
+        array: Any = params
+        for key in parameter.path:
+            array = array[key]
+        for name, part in parameter.split(np.asarray(array)).items():
+            tensors[name] = part.reshape(checkpoint_shape(table[name], config))
+    return tensors
 
 
 def declare(module: nn.Module, table: Table, config: DecoderConfig) -> dict[str, jax.Array]:
-    """Declare a module's parameters from its table; returns them by their local name (`q_proj`, `q_proj_bias`)."""
-    letters = sizes(config)
+    """Declare a module's parameters from its table; returns them by their local name (`o_proj`, `o_proj_bias`)."""
     declared = {}
-    for tensor, axes in table.items():
-        (name,) = parameter_path(tensor)
-        shape = tuple(letters[a] for a in layout_axes(axes))
-        declared[name] = module.param(name, initializer(tensor), shape)
+    for parameter in parameters_of(table, config):
+        (name,) = parameter.path
+        declared[name] = module.param(name, initializer(parameter), parameter.shape)
     return declared
 
 
-def initializer(tensor: str) -> nn.initializers.Initializer:
+def initializer(parameter: Parameter) -> nn.initializers.Initializer:
     """Random weights for a model made from nothing: norms at one, biases at zero, the rest N(0, 0.02)."""
-    if tensor.endswith("norm.weight"):
+    name = parameter.path[-1]
+    if name.endswith("norm"):
         return nn.initializers.ones
-    if tensor.endswith((".bias", "d2t")):
+    if name.endswith("_bias") or name == "d2t":
         return nn.initializers.zeros
     return nn.initializers.normal(0.02)

@@ -17,7 +17,7 @@ from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.engine.sharding import SPLIT
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.dflash import DraftModel
-from dflash_jax.models.tables import checkpoint_table, layout_axes, parameter_path, sizes
+from dflash_jax.models.tables import build, checkpoint_table, parameters_of
 from dflash_jax.train.cache import SequenceCache
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.objective import Batch, Measured, block_loss, target_features
@@ -55,16 +55,8 @@ def place(mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSha
 
 def shardings(mesh: Mesh, config: DraftConfig) -> Params:
     """The place of each parameter of a drafter."""
-    letters = sizes(config)
-    tree: Params = {}
-    for name, axes in checkpoint_table(config).items():
-        array_axes = layout_axes(axes)
-        *outer, leaf = parameter_path(name)
-        node = tree
-        for key in outer:
-            node = node.setdefault(key, {})
-        node[leaf] = place(mesh, array_axes, tuple(letters[a] for a in array_axes))
-    return tree
+    parameters = parameters_of(checkpoint_table(config), config)
+    return build(parameters, lambda parameter: place(mesh, parameter.axes, parameter.shape))
 
 
 def make_schedule(config: TrainConfig, steps: int) -> optax.Schedule:
@@ -87,9 +79,14 @@ def make_optimizer(config: TrainConfig, schedule: optax.Schedule) -> optax.Gradi
             b1=0.9,
             b2=0.95,
             weight_decay=config.weight_decay,
-            mask=lambda params: jax.tree.map(lambda array: array.ndim > 1, params),
+            mask=lambda params: jax.tree_util.tree_map_with_path(_decays, params),
         ),
     )
+
+
+def _decays(path: tuple[Any, ...], array: jax.Array) -> bool:
+    """Whether a parameter is a matrix; biases of heads have two axes as well."""
+    return array.ndim > 1 and not path[-1].key.endswith("_bias")
 
 
 def init_state(
