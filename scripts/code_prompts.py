@@ -1,11 +1,13 @@
-"""Make prompts out of what `python_corpus.py` gathered, for the drafters' training data.
+"""Make the drafters' training data, or prompts for it, out of what `python_corpus.py` gathered.
 
     python scripts/code_prompts.py files --corpus build/corpus --tokenizer build/embedded/target --out prompts.jsonl
     python scripts/code_prompts.py chat --corpus build/corpus --out code_prompts_chat.jsonl
+    python scripts/code_prompts.py pieces --corpus build/corpus --out text.jsonl
 
 `files` cuts beginnings out of training files for a model that completes them: {"prompt": text}, from the begin of a
 file or of a class or function to the end of a line. `chat` writes what a person would ask an instruct model about
-documented functions: {"messages": [{"role": "user", "content": text}]}. Held-out files are never read.
+documented functions: {"messages": [{"role": "user", "content": text}]}. `pieces` are of the files themselves: {"text":
+text}, for a drafter that learns from text that its target was trained on. Held-out files are never read.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from train_embedded import read_texts
 
+PIECE = (300, 2400)  # characters of a piece
 LENGTHS = (32, 512)  # tokens of a prompt that is completed
 BEGINNINGS = re.compile(r"^[ \t]*(?:(?:async )?def|class|@\w)", re.MULTILINE)
 WHOLE_FILES = 0.2  # of the prompts begin with their file
@@ -60,6 +63,18 @@ def file_prompts(texts: list[str], tokenizer: Tokenizer, rng: np.random.Generato
             if prompt is not None and prompt not in seen:
                 seen.add(prompt)
                 yield prompt
+
+
+def file_pieces(texts: list[str], rng: np.random.Generator) -> Iterator[str]:
+    """Pieces of all files, which begin at a line, in any order; those of a file meet, and the first is shorter."""
+    least, most = PIECE
+    pieces = []
+    for text in texts:
+        for start in range(-int(rng.integers(most)), len(text) - least, most):
+            piece = text[text.find("\n", start) + 1 if start > 0 else 0 : start + most]
+            if len(piece) >= least:
+                pieces.append(piece)
+    return (pieces[i] for i in rng.permutation(len(pieces)))
 
 
 @dataclass(frozen=True)
@@ -180,10 +195,17 @@ def run_chat(args: argparse.Namespace) -> int:
     return write_lines(args.out, ({"messages": message} for message in messages))
 
 
+def run_pieces(args: argparse.Namespace) -> int:
+    """Pieces of files, to train on."""
+    pieces = file_pieces(read_texts(args.corpus / "train.jsonl.xz"), np.random.default_rng(args.seed))
+    return write_lines(args.out, ({"text": piece} for piece in islice(pieces, args.count)))
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     subparsers = parser.add_subparsers(required=True)
-    for name, run, count in (("files", run_files, 60_000), ("chat", run_chat, 15_000)):
+    commands = (("files", run_files, 60_000), ("chat", run_chat, 15_000), ("pieces", run_pieces, 16_000))
+    for name, run, count in commands:
         command = subparsers.add_parser(name, help=run.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         command.set_defaults(run=run)
         command.add_argument("--corpus", type=Path, default=Path("build/corpus"))
@@ -193,7 +215,7 @@ def main(arguments: list[str] | None = None) -> None:
         if run is run_files:
             command.add_argument("--tokenizer", type=Path, default=Path("build/embedded/target"), help="a folder")
     args = parser.parse_args(arguments)
-    print(f"{args.run(args)} prompts in {args.out}")
+    print(f"{args.run(args)} lines in {args.out}")
 
 
 if __name__ == "__main__":

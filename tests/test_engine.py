@@ -50,7 +50,7 @@ PARAMS = [
 # 20 pages of 4 tokens: one sequence of 64 tokens and its look-ahead fits, four do not.
 SHAPES = {"max_num_seqs": 4, "page_size": 4, "max_num_batched_tokens": 8}
 # Examples of the state machine; DFLASH_TEST_LONG multiplies them.
-EXAMPLES = 12 * int(os.environ.get("DFLASH_TEST_LONG", "1"))
+EXAMPLES = 40 * int(os.environ.get("DFLASH_TEST_LONG", "1"))
 
 
 @pytest.fixture(scope="session")

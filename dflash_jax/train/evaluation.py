@@ -16,6 +16,7 @@ from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data.shards import Sample
 
 KV_CACHE_BYTES = 2**30
+BEGINNING = 64  # tokens of a text without a prompt that serve as one
 
 
 class Evaluator:
@@ -35,7 +36,7 @@ class Evaluator:
             compile_at_start=False,
         )
         self._dtype = jnp.dtype(config.dtype)
-        self._prompts: list[Prompt] = [{"prompt_token_ids": list(sample.prompt_token_ids)} for sample in samples]
+        self._prompts = [prompt_of(sample) for sample in samples]
         self._sampling = SamplingParams(temperature=0.0, max_tokens=config.eval_max_tokens)
 
     def __call__(self, params: Params) -> dict[str, float]:
@@ -48,3 +49,8 @@ class Evaluator:
             "repeated_ngrams": found.repeated_ngrams or 0.0,
             **positions,
         }
+
+
+def prompt_of(sample: Sample) -> Prompt:
+    """What the target is to go on from: the prompt, or the beginning of a text that has none."""
+    return {"prompt_token_ids": list(sample.prompt_token_ids or sample.token_ids[:BEGINNING])}

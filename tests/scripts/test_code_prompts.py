@@ -79,6 +79,18 @@ def test_prompts_are_cut_at_ends_of_lines_and_in_bounds(rng):
     assert any(not prompt.endswith("\n") for prompt in prompts)
 
 
+def test_pieces_make_up_the_files_but_for_what_is_cut_at_their_ends(rng):
+    texts = ["".join(f"{name} {i}\n" for i in range(2000)) for name in ("one", "two")]
+    pieces = list(code_prompts.file_pieces(texts, rng))
+    least, most = code_prompts.PIECE
+    assert all(least <= len(piece) <= most and piece[:3] in ("one", "two") for piece in pieces)
+    assert [piece[:3] for piece in pieces] != sorted(piece[:3] for piece in pieces)
+    for text in texts:
+        mine = [piece for piece in pieces if piece[:3] == text[:3]]
+        assert all(text.count(piece) == 1 for piece in mine)
+        assert sum(map(len, mine)) > len(text) - least - 12 * len(mine)
+
+
 def test_the_command(tmp_path):
     with lzma.open(tmp_path / "train.jsonl.xz", "wt") as file:
         file.write(json.dumps({"text": METHOD}) + "\n")

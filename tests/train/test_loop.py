@@ -18,6 +18,8 @@ from dflash_jax import LLM, ConfigError, SamplingParams
 from dflash_jax.train.__main__ import parse
 from dflash_jax.train.checkpoints import Checkpoints
 from dflash_jax.train.config import TrainConfig
+from dflash_jax.train.data.shards import Sample
+from dflash_jax.train.evaluation import BEGINNING, prompt_of
 from dflash_jax.train.loop import load_pair, train
 from dflash_jax.train.state import init_state, make_mesh, make_optimizer, make_schedule
 
@@ -81,6 +83,11 @@ def test_it_learns_its_data_by_heart(data, tmp_path):
     assert lines[-1]["kind"] == "eval"
     assert lines[-1]["acceptance_length"] == pytest.approx(np.mean(lengths), rel=0.2)
     assert list((folder / "training").glob("events.*"))
+
+
+def test_a_text_without_a_prompt_is_completed_from_its_beginning():
+    assert prompt_of(Sample((1, 2), (3,))) == {"prompt_token_ids": [1, 2]}
+    assert prompt_of(Sample((), tuple(range(99)))) == {"prompt_token_ids": list(range(BEGINNING))}
 
 
 def test_a_run_that_goes_on_is_the_same_bit_for_bit(data, tmp_path):
