@@ -121,10 +121,10 @@ def load(model: str | Path | None, draft_model: str | Path | None, args: EngineA
         raise ConfigError(f"seed={args.seed!r} must be an integer.")
     folder, draft_folder = resolve_folders(model, draft_model)
     target, draft = _read_configs(folder, draft_folder)
-    config = EngineConfig.of(args, target, draft)
-    frontend = Frontend(folder, target, config, seed=args.seed)
     claim_device_memory()
     enable_compilation_cache()
+    config = EngineConfig.of(args, target, draft, on_cpu=jax.default_backend() == "cpu")
+    frontend = Frontend(folder, target, config, seed=args.seed)
     mesh = Mesh.of(config.tensor_parallel_size)
     return frontend, Engine(
         _load(folder, target, config, mesh),

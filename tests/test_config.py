@@ -290,6 +290,8 @@ def test_options_resolve():
     assert (mixed.kv_cache_dtype, mixed.draft_kv_cache_dtype) == ("bfloat16", "float8_e5m2")
     half = dataclasses.replace(target_config(TARGET), dtype="float16")
     assert EngineConfig.of(EngineArgs(), half, None).dtype == "bfloat16"
+    assert EngineConfig.of(EngineArgs(), half, None, on_cpu=True).dtype == "float32"
+    assert EngineConfig.of(EngineArgs(dtype="bfloat16"), half, None, on_cpu=True).dtype == "bfloat16"
     assert (config.adaptive_speculation, options(num_speculative_tokens=5).adaptive_speculation) == (True, False)
 
 

@@ -14,7 +14,8 @@ class EngineArgs:
     """Options of `LLM`, `AsyncLLM` and the server.
 
     Attributes:
-        dtype: "auto" (the checkpoint's; float16 and fp8 become bfloat16), "float32" or "bfloat16".
+        dtype: "auto" (the checkpoint's; float16 and fp8 become bfloat16, and on CPUs all become float32), "float32" or
+            "bfloat16".
         kv_cache_dtype: "auto" (dtype), "float32", "bfloat16", "fp8_e4m3", "fp8_e5m2" or "fp8" (e4m3).
         draft_kv_cache_dtype: the same of the drafter's keys and values; "auto" takes kv_cache_dtype.
         max_model_len: most tokens of prompt and completion; None takes the target's max_position_embeddings.

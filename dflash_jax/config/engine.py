@@ -41,13 +41,13 @@ class EngineConfig:
     compile_at_start: bool | None  # None: on accelerators
 
     @staticmethod
-    def of(args: EngineArgs, target: TargetConfig, draft: DraftConfig | None) -> EngineConfig:
-        """Resolve the options against the models.
+    def of(args: EngineArgs, target: TargetConfig, draft: DraftConfig | None, *, on_cpu: bool = False) -> EngineConfig:
+        """Resolve the options against the models; on processors without fast bfloat16, "auto" is float32.
 
         Raises:
             ConfigError: an option is unknown, out of range, or contradicts the models.
         """
-        own = "float32" if target.dtype == "float32" else "bfloat16"
+        own = "float32" if target.dtype == "float32" or on_cpu else "bfloat16"
         compute = _choose("dtype", args.dtype, DTYPES, own)
         longest = target.max_position_embeddings if args.max_model_len is None else args.max_model_len
         if not 0 < args.gpu_memory_utilization <= 1:

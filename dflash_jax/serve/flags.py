@@ -207,7 +207,7 @@ def _speculation(add: Add) -> None:
 
 
 def _engine(add: Add) -> None:
-    add("--dtype", choices=("auto", *DTYPES), help="type of parameters and activations; auto takes the checkpoint's")
+    add("--dtype", choices=("auto", *DTYPES), help="what to compute in; auto: the checkpoint's, float32 on CPUs")
     add("--kv-cache-dtype", choices=STORED_DTYPES, help="type of stored keys and values; auto takes --dtype")
     length = "most tokens of prompt and completion"
     add(
