@@ -15,53 +15,17 @@ from dflash_jax.bench import acceptance as accepted
 from dflash_jax.bench import report, workload
 from dflash_jax.bench.stats import RequestRecord
 from dflash_jax.bench.workload import SampleRequest
-from dflash_jax.config import EngineArgs
-from dflash_jax.config.engine import DTYPES, KV_CACHE_DTYPES
 from dflash_jax.core import Prompt, RequestOutput, SamplingParams
 from dflash_jax.errors import DFlashError
+from dflash_jax.flags import add_engine_arguments, engine_options
 from dflash_jax.llm import LLM
 
 HELP = "run a workload through the engine in process and measure throughput and acceptance"
-ENGINE = (
-    "dtype",
-    "kv_cache_dtype",
-    "draft_kv_cache_dtype",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "num_speculative_tokens",
-    "tensor_parallel_size",
-    "page_size",
-    "enable_prefix_caching",
-    "gpu_memory_utilization",
-    "kv_cache_memory_bytes",
-    "compile_at_start",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command: the engine's, the workload's and the report's."""
-    default, on_off = EngineArgs(), argparse.BooleanOptionalAction
-    group = parser.add_argument_group("engine")
-    add = group.add_argument
-    add("--model", help="folder or Hugging Face Hub id; without it, the embedded pair")
-    add("--draft-model", help="the same of its DFlash drafter; without it, one token a pass")
-    add("--dtype", default=default.dtype, choices=["auto", *DTYPES], help="of parameters and activations")
-    kv_dtypes = ["auto", *KV_CACHE_DTYPES]
-    add("--kv-cache-dtype", default=default.kv_cache_dtype, choices=kv_dtypes, help="of stored K and V")
-    add("--draft-kv-cache-dtype", default=default.draft_kv_cache_dtype, choices=kv_dtypes, help="the drafter's")
-    add("--max-model-len", type=int, help="tokens of prompt and completion")
-    add("--max-num-seqs", type=int, default=default.max_num_seqs, help="most sequences that run side by side")
-    add("--max-num-batched-tokens", type=int, default=default.max_num_batched_tokens, help="prompt tokens a step")
-    add("--num-speculative-tokens", type=int, help="drafts verified each round; without it, as many as pay")
-    add("--tensor-parallel-size", type=int, default=default.tensor_parallel_size, help="devices that share the model")
-    add("--page-size", type=int, default=default.page_size, help="tokens a page of the KV cache")
-    add(
-        "--enable-prefix-caching", action=on_off, default=default.enable_prefix_caching, help="keep past prompts' pages"
-    )
-    add("--gpu-memory-utilization", type=float, default=default.gpu_memory_utilization, help="share of its memory")
-    add("--kv-cache-memory-bytes", type=int, help="memory for the KV cache; overrides the share")
-    add("--compile-at-start", action=on_off, default=True, help="compile every step before the warm-ups")
+    add_engine_arguments(parser, compile_at_start=True)
     workload.add_arguments(parser)
     report.add_arguments(parser)
 
@@ -74,8 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """
     path = report.output_path(args)
     load = workload.load(args, as_text=False)
-    options = {name: getattr(args, name) for name in ENGINE}
-    llm = LLM(args.model, args.draft_model, seed=args.seed, **options)
+    llm = LLM(args.model, args.draft_model, seed=args.seed, **engine_options(args))
     if load.warmups:
         with report.progress(len(load.warmups), "warming up") as advance:
             records, _ = complete_all(llm, load.warmups, args, advance)

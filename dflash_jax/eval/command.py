@@ -7,11 +7,11 @@ import gc
 from importlib.util import find_spec
 from pathlib import Path
 
-from dflash_jax.bench.offline import ENGINE
 from dflash_jax.errors import ConfigError
 from dflash_jax.eval import datasets, options, report
 from dflash_jax.eval.compare import Cell, Sampling, measure_engine
 from dflash_jax.eval.conversations import Run
+from dflash_jax.flags import engine_options
 from dflash_jax.frontend import resolve_folders
 from dflash_jax.llm import LLM
 from dflash_jax.renderer import Renderer
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     """
     options.check(args)
     if find_spec("matplotlib") is None:
-        raise ConfigError("plots need matplotlib, which is not installed; run pip install 'dflash-jax[eval]'.")
+        raise ConfigError("plots need matplotlib, which is not installed; run pip install 'dflash-jax[train]'.")
     folder, draft_folder = resolve_folders(args.model, args.draft_model)
     if draft_folder is None:
         raise ConfigError(f"--model {args.model} has no drafter to measure; give --draft-model.")
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 def load_llm(args: argparse.Namespace, num_speculative_tokens: int | str) -> LLM:
     """The engine of one block length."""
     drafts = None if num_speculative_tokens == options.AUTO else num_speculative_tokens
-    engine = {name: getattr(args, name) for name in ENGINE} | {"num_speculative_tokens": drafts}
+    engine = engine_options(args) | {"num_speculative_tokens": drafts}
     return LLM(args.model, args.draft_model, seed=args.seed, **engine)
 
 

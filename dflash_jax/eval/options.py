@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dflash_jax.config import EngineArgs
-from dflash_jax.config.engine import DTYPES, KV_CACHE_DTYPES
 from dflash_jax.errors import ConfigError
 from dflash_jax.eval.conversations import PROMPT_STYLES
+from dflash_jax.flags import add_engine_arguments
 
 AUTO = "auto"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, without=("num_speculative_tokens",), compile_at_start=True)
     add = parser.add_argument_group("what to measure").add_argument
     data_help = "humaneval, mt-bench, python (build/corpus), a folder or .tar.gz of .py files, or a JSONL file; several"
     add("--dataset", nargs="+", required=True, metavar="NAME", help=data_help)
@@ -35,27 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of the choice of prompts and of sampling")
     add("--no-plain", action="store_true", help="do not decode without the drafter: no speed-up, no check of outputs")
     add("--output", type=Path, required=True, metavar="FOLDER", help="for results.json and the plots")
-
-
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the engine."""
-    default, on_off = EngineArgs(), argparse.BooleanOptionalAction
-    add, kv_dtypes = parser.add_argument_group("engine").add_argument, ["auto", *KV_CACHE_DTYPES]
-    add("--model", help="folder or Hugging Face Hub id; without it, the embedded pair")
-    add("--draft-model", help="the same of its DFlash drafter")
-    add("--dtype", default=default.dtype, choices=["auto", *DTYPES], help="of parameters and activations")
-    add("--kv-cache-dtype", default=default.kv_cache_dtype, choices=kv_dtypes, help="of stored K and V")
-    add("--draft-kv-cache-dtype", default=default.draft_kv_cache_dtype, choices=kv_dtypes, help="the drafter's")
-    add("--max-model-len", type=int, help="tokens of prompt and completion")
-    add("--max-num-seqs", type=int, default=default.max_num_seqs, help="most sequences that run side by side")
-    add("--max-num-batched-tokens", type=int, default=default.max_num_batched_tokens, help="prompt tokens a step")
-    add("--tensor-parallel-size", type=int, default=default.tensor_parallel_size, help="devices that share the model")
-    add("--page-size", type=int, default=default.page_size, help="tokens a page of the KV cache")
-    prefix_help = "keep pages of prompts within a run"
-    add("--enable-prefix-caching", action=on_off, default=default.enable_prefix_caching, help=prefix_help)
-    add("--gpu-memory-utilization", type=float, default=default.gpu_memory_utilization, help="share of its memory")
-    add("--kv-cache-memory-bytes", type=int, help="memory for the KV cache; overrides the share")
-    add("--compile-at-start", action=on_off, default=True, help="compile every step before anything is timed")
 
 
 def block_length(text: str) -> int | str:

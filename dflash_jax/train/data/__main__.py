@@ -10,29 +10,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.config import EngineArgs
-from dflash_jax.config.engine import DTYPES, KV_CACHE_DTYPES
 from dflash_jax.errors import DFlashError
+from dflash_jax.flags import add_engine_arguments, engine_options
 from dflash_jax.frontend import resolve_folders
 from dflash_jax.llm import LLM
 from dflash_jax.train.data.folder import DataFolder
 from dflash_jax.train.data.options import DataOptions
 from dflash_jax.train.data.run import fingerprint, make_data
 
-ENGINE = (
-    "dtype",
-    "kv_cache_dtype",
-    "draft_kv_cache_dtype",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "num_speculative_tokens",
-    "tensor_parallel_size",
-    "gpu_memory_utilization",
-    "kv_cache_memory_bytes",
-    "compile_at_start",
-)
-NUMERIC = ("dtype", "kv_cache_dtype", "max_model_len")  # of these, the ones that responses depend on
+NUMERIC = ("dtype", "kv_cache_dtype", "max_model_len")  # options of the engine that responses depend on
 MOST_SEQUENCES = 128  # side by side, unless told otherwise: nobody waits for the first token here
 
 
@@ -43,28 +29,11 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         description="Have a target answer prompts, as training data for its drafter. The same command resumes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    _add_engine(parser.add_argument_group("engine"))
+    # Pages of past prompts would make a run that is resumed differ from one that never stopped.
+    add_engine_arguments(parser, without=("enable_prefix_caching",), max_num_seqs=MOST_SEQUENCES, compile_at_start=None)
     _add_prompts(parser.add_argument_group("prompts"))
     _add_answers(parser.add_argument_group("responses"))
     return parser.parse_args(arguments)
-
-
-def _add_engine(group: Any) -> None:
-    default, add, kv_dtypes = EngineArgs(), group.add_argument, ["auto", *KV_CACHE_DTYPES]
-    add("--model", help="folder or Hugging Face Hub id of the target; without it, the embedded pair")
-    add("--draft-model", help="the same of a DFlash drafter, which makes it faster and changes nothing")
-    add("--dtype", default=default.dtype, choices=["auto", *DTYPES], help="of parameters and activations")
-    add("--kv-cache-dtype", default=default.kv_cache_dtype, choices=kv_dtypes, help="of stored K and V")
-    add("--draft-kv-cache-dtype", default=default.draft_kv_cache_dtype, choices=kv_dtypes, help="the drafter's")
-    add("--max-model-len", type=int, help="tokens of prompt and response; longer prompts are dropped")
-    add("--max-num-seqs", type=int, default=MOST_SEQUENCES, help="most sequences that run side by side")
-    add("--max-num-batched-tokens", type=int, default=default.max_num_batched_tokens, help="prompt tokens a step")
-    add("--num-speculative-tokens", type=int, help="drafts verified each round; without it, as many as pay")
-    add("--tensor-parallel-size", type=int, default=default.tensor_parallel_size, help="devices that share the model")
-    add("--gpu-memory-utilization", type=float, default=default.gpu_memory_utilization, help="share of its memory")
-    add("--kv-cache-memory-bytes", type=int, help="memory for the KV cache; overrides the share")
-    on_off = argparse.BooleanOptionalAction
-    add("--compile-at-start", action=on_off, help="compile every step first; without it, on accelerators only")
 
 
 def _add_prompts(group: Any) -> None:
@@ -130,9 +99,7 @@ def run(args: argparse.Namespace) -> DataFolder:
     arguments = {**options.arguments(), **numeric, **fingerprint(target)}
     folder = DataFolder(args.out, model=args.model or "the embedded pair", arguments=arguments)
     if not folder.manifest.complete:
-        engine = {name: getattr(args, name) for name in ENGINE}
-        # Pages of past prompts would make a run that is resumed differ from one that never stopped.
-        llm = LLM(args.model, args.draft_model, enable_prefix_caching=False, **engine)
+        llm = LLM(args.model, args.draft_model, enable_prefix_caching=False, **engine_options(args))
         make_data(llm, options, folder)
     return folder
 
