@@ -11,7 +11,6 @@ Random weights of a Qwen3-8B and of a five-layer drafter, made on the device: no
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
 import time
@@ -21,59 +20,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from dflash_jax.checkpoint.loader import Params
-from dflash_jax.config import DraftConfig, EngineArgs, EngineConfig, TargetConfig, draft_config, target_config
-from dflash_jax.core import CompletionOutput, SamplingParams
+from dflash_jax.bench.round_engine import random_sequences
+from dflash_jax.bench.round_models import configs_of, random_params
+from dflash_jax.config import DraftConfig, EngineArgs, EngineConfig, TargetConfig
 from dflash_jax.engine.adaptive import BlockLengths
 from dflash_jax.engine.engine import Engine, Model
-from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.sharding import Mesh
 from dflash_jax.env import claim_device_memory, enable_compilation_cache
-from dflash_jax.models.tables import checkpoint_table, initializer, layout_axes, parameter_path, sizes
 from pallas_kernels.timing import save
 
-TARGET = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 151_936,
-    "hidden_size": 4096,
-    "intermediate_size": 12_288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 40_960,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
-DRAFT = TARGET | {
-    "architectures": ["DFlashDraftModel"],
-    "num_hidden_layers": 5,
-    "block_size": 16,
-    "num_target_layers": 36,
-    "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
-    "sliding_window": 2048,
-    "dflash_config": {"target_layer_ids": [1, 9, 17, 25, 33], "mask_token_id": 151_669},
-}
-SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 36, "vocab_size": 1024}
-
-
-def random_params(config: TargetConfig | DraftConfig, dtype: jnp.dtype, seed: int) -> Params:
-    """Random weights of the exact shapes, made on the device."""
-    params: Params = {}
-    letters, key = sizes(config), jax.random.key(seed)
-    for i, (name, axes) in enumerate(checkpoint_table(config).items()):
-        shape = tuple(letters[a] for a in layout_axes(axes))
-        *outer, leaf = parameter_path(name)
-        node = params
-        for part in outer:
-            node = node.setdefault(part, {})
-        node[leaf] = initializer(name)(jax.random.fold_in(key, i), shape, dtype)
-    return params
+SLIDING_WINDOW = 2048  # of all layers of the drafter but the last
 
 
 class CountedLengths(BlockLengths):
@@ -103,20 +61,7 @@ def compile_for(engine: Engine, batches: list[int], context: int, tokens: int) -
 
 def run(engine: Engine, batch: int, context: int, tokens: int, *, speculation: bool) -> dict[str, Any]:
     """Decode `tokens` for each of a batch of random prompts; times the second half, when all decode."""
-    rng, vocab_size = random.Random(0), engine.spec.target.vocab_size
-    sequences = [
-        Sequence(
-            prompt_token_ids=rng.choices(range(vocab_size), k=context),
-            params=SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculation=speculation),
-            seed=0,
-            eos_token_ids=(),
-            max_new_tokens=tokens,
-            tokenizer=None,
-            output=CompletionOutput(index=0),
-            cache_salt=None,
-        )
-        for _ in range(batch)
-    ]
+    sequences = random_sequences(batch, context, tokens, engine.spec.target.vocab_size, speculation=speculation)
     engine.add(sequences)
     lengths = engine.lengths
     half = None
@@ -149,14 +94,14 @@ def measure(name: str, models: tuple[Model, Model], args: argparse.Namespace) ->
     """All batches and repeats of one kind of speculation; each repeat knows of nothing that was learned before."""
     target, draft = models[0], None if name == "plain" else models[1]
     assert isinstance(target.config, TargetConfig)
+    draft_config = draft.config if draft and isinstance(draft.config, DraftConfig) else None
     given = EngineArgs(
         max_num_seqs=max(args.batches),
         max_model_len=args.context + args.tokens + 64,
-        num_speculative_tokens=15 if name == "fixed" else None,
+        num_speculative_tokens=draft_config.block_size - 1 if draft_config and name == "fixed" else None,
         kv_cache_dtype=args.kv_cache_dtype,
         compile_at_start=False,
     )
-    draft_config = draft.config if draft and isinstance(draft.config, DraftConfig) else None
     config = EngineConfig.of(given, target.config, draft_config)
     started = time.perf_counter()
     engine = Engine(target, draft, mesh=Mesh.of(1), config=config)
@@ -201,17 +146,12 @@ def main() -> None:
     args = parser.parse_args()
     claim_device_memory()
     enable_compilation_cache()
-    small = SMALL if args.small else {}
-    target, draft = (
-        target_config(TARGET | small),
-        draft_config(
-            DRAFT
-            | {k: v for k, v in small.items() if k != "num_hidden_layers"}
-            | ({"dflash_config": DRAFT["dflash_config"] | {"mask_token_id": 1023}} if args.small else {})
-        ),
+    target, draft = configs_of("tiny" if args.small else "qwen3-8b", None, sliding_window=SLIDING_WINDOW)
+    dtype, mesh = jnp.dtype("bfloat16"), Mesh.of(1)
+    models = (
+        Model(target, random_params(target, dtype, mesh, 0), None),
+        Model(draft, random_params(draft, dtype, mesh, 1), None),
     )
-    dtype = jnp.dtype("bfloat16")
-    models = Model(target, random_params(target, dtype, 0), None), Model(draft, random_params(draft, dtype, 1), None)
     rows = []
     for name in args.speculation:
         rows += measure(name, models, args)

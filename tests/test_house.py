@@ -25,7 +25,7 @@ ARROWS = {
     "frontend": {"renderer", "engine", "checkpoint", "config", "core", "env", "errors"},
     "serve": {"frontend", "renderer", "engine", "checkpoint", "config", "core", "env", "errors"},
     "flags": {"config"},
-    "bench": {"flags", "llm", "config", "core", "errors"},
+    "bench": {"flags", "llm", "engine", "checkpoint", "models", "config", "core", "env", "errors", "pallas_kernels"},
     "async_llm": {"frontend", "engine", "config", "core", "errors"},
     "llm": {"frontend", "renderer", "engine", "config", "core", "errors"},
     "eval": {"bench", "flags", "train", "llm", "frontend", "renderer", "checkpoint", "config", "core", "errors"},
@@ -43,7 +43,7 @@ ARROWS = {
         "errors",
         "pallas_kernels",
     },
-    "generate": {"llm", "config", "core", "errors"},
+    "generate": {"bench", "flags", "llm", "config", "core", "errors"},
 }
 
 

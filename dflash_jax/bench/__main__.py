@@ -1,14 +1,14 @@
-"""The command line: `python -m dflash_jax.bench serve|offline ...`."""
+"""The command line: `python -m dflash_jax.bench serve|offline|round ...`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from dflash_jax.bench import offline, serve
+from dflash_jax.bench import offline, round, serve
 from dflash_jax.errors import DFlashError
 
-COMMANDS = {"serve": serve, "offline": offline}  # each has HELP, add_arguments(parser) and run(args) -> status
+COMMANDS = {"serve": serve, "offline": offline, "round": round}  # each has HELP, add_arguments(parser), run(args)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -189,11 +189,16 @@ def _acceptance(acceptance: dict[str, Any]) -> str:
         f"mean acceptance length {_number(mean)} tokens over {acceptance['num_drafts']} rounds; "
         f"{_number(None if rate is None else 100 * rate)} % of drafts accepted (as told by {acceptance['source']})"
     ]
-    histogram = acceptance["histogram"] or []
-    for accepted, rounds in enumerate(histogram):
-        bar = "#" * round(BAR_WIDTH * rounds / max(*histogram, 1))
-        lines.append(f"{accepted:4d} {bar:{BAR_WIDTH}} {rounds}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *histogram_lines(acceptance["histogram"] or [], first=0)])
+
+
+def histogram_lines(counts: Sequence[int], *, first: int) -> list[str]:
+    """A line for each count, with a bar: entry j counts what had length `first` + j."""
+    most = max([1, *counts])
+    return [
+        f"{length:4d} {'#' * round(BAR_WIDTH * count / most):{BAR_WIDTH}} {count}"
+        for length, count in enumerate(counts, start=first)
+    ]
 
 
 def _number(value: float | None) -> str:

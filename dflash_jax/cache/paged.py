@@ -42,6 +42,7 @@ class PagedKVCache:
     group_of: tuple[int, ...] = field(default=(), metadata={"static": True})
     mesh: Mesh | None = field(default=None, metadata={"static": True})
 
+    @jax.named_scope("write_kv")  # by these names a profile tells the cache's work from the layers'
     def write(
         self,
         layer: int,
@@ -61,6 +62,7 @@ class PagedKVCache:
         keys[layer], values[layer] = write(keys[layer], values[layer], k, v, slots, *self._scales(layer))
         return replace(self, keys=keys, values=values)
 
+    @jax.named_scope("paged_attention")
     def attend(
         self,
         layer: int,

@@ -1,0 +1,322 @@
+"""`bench round`: the time of a draft-verify round of the engine alone, at every batch size and context asked for.
+
+The protocol is the one that vLLM's figures were taken by: random weights in a model's exact shapes, random prompts,
+greedy, and exactly `--num-accepted-tokens` drafts kept in every round whatever the weights make of them; a step is
+timed while all requests decode, as the engine's caller sees it. Prompts are really prefilled, which is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from dflash_jax.bench import round_report, round_trace
+from dflash_jax.bench.round_engine import RoundEngine, decode, finish, random_sequences, step, time_prefill
+from dflash_jax.bench.round_models import PRESETS, configs_of, random_params
+from dflash_jax.config import DraftConfig, EngineArgs, EngineConfig, TargetConfig
+from dflash_jax.config.engine import DTYPES, KV_CACHE_DTYPES
+from dflash_jax.engine.engine import Model
+from dflash_jax.engine.memory import explain_out_of_memory
+from dflash_jax.engine.sharding import Mesh
+from dflash_jax.env import claim_device_memory, enable_compilation_cache
+from dflash_jax.errors import ConfigError, DFlashError
+from pallas_kernels.timing import copy_bandwidth, environment
+
+HELP = "measure draft-verify rounds of the engine alone, with random weights of a model's exact shapes"
+PREFILL_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured at a time; the weights and the cache are shared with the cells around it."""
+
+    batch_size: int
+    context: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command: the models', the cells', the engine's and the report's."""
+    default = EngineArgs()
+    add = parser.add_argument_group("models").add_argument
+    add("--model", default="qwen3-8b", help=f"{', '.join(PRESETS)}, or a folder with a config.json")
+    add("--draft-model", help="folder with the config.json of a drafter; without it, one as z-lab publishes them")
+    add("--draft-sliding-window", type=int, help="tokens that all layers of that drafter but the last see")
+    add("--plain", action="store_true", help="decode without a drafter")
+    add("--num-speculative-tokens", type=int, help="drafts verified each round; without it, the whole block")
+    add("--num-accepted-tokens", type=int, default=5, help="drafts kept each round")
+    add("--dtype", default=default.dtype, choices=["auto", *DTYPES], help="of parameters and activations")
+    add = parser.add_argument_group("cells").add_argument
+    add("--batch-size", type=int, nargs="*", default=[1], help="requests that decode together; none to only prefill")
+    add("--context", type=int, nargs="+", default=[1024], help="tokens of each prompt")
+    add("--output-len", type=int, default=256, help="tokens that each request decodes")
+    add("--warmup-rounds", type=int, default=3, help="of these, rounds that are not timed; the first compiles")
+    kv_dtypes = ["auto", *KV_CACHE_DTYPES]
+    add("--kv-cache-dtype", nargs="+", default=["auto"], choices=kv_dtypes, help="of stored K and V")
+    add("--draft-kv-cache-dtype", default="auto", choices=kv_dtypes, help="the drafter's")
+    add("--tensor-parallel-size", type=int, nargs="+", default=[1], help="devices that share the model")
+    add("--prefill", action="store_true", help="also time the prefill of one prompt of each context")
+    add = parser.add_argument_group("engine").add_argument
+    add("--max-model-len", type=int, help="tokens of the longest request; without it, what the cells need")
+    add("--max-num-batched-tokens", type=int, default=default.max_num_batched_tokens, help="prompt tokens a step")
+    add("--page-size", type=int, default=default.page_size, help="tokens a page of the KV cache")
+    add("--gpu-memory-utilization", type=float, default=default.gpu_memory_utilization, help="share of its memory")
+    add("--kv-cache-memory-bytes", type=int, help="memory for the KV cache; overrides the share")
+    add = parser.add_argument_group("result").add_argument
+    add("--no-trace", action="store_true", help="do not take rounds apart with a profiler")
+    add("--trace-rounds", type=int, default=8, help="rounds that are profiled, behind those that are timed")
+    add("--trace-dir", type=Path, help="keep the traces in this folder")
+    add("--baseline", type=Path, metavar="FILE", help="another engine's figures, to stand beside these")
+    add("--output", type=Path, metavar="FILE", help="write the result as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every cell, print, write; returns 1 if one could not be measured, compiled, or kept other drafts.
+
+    Raises:
+        DFlashError: an option is wrong.
+    """
+    path, baseline = args.output, round_report.load_baseline(args.baseline)
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigError(f"--output {path} is not a file in an existing folder; make the folder first.")
+    target, draft = configs_of(args.model, args.draft_model, sliding_window=args.draft_sliding_window)
+    _check(args, draft)
+    claim_device_memory()
+    enable_compilation_cache()
+    drafter = None if args.plain else draft
+    plans = _plans(args, target, drafter)
+    console, rows = Console(), []
+    bandwidth = copy_bandwidth() if jax.default_backend() != "cpu" else None
+    for row in _measure_all(args, target, drafter, plans, bandwidth):
+        row["baseline"] = round_report.beside(row, baseline)
+        rows.append(row)
+        console.print(f"{round_report.name_of(row)}: {_headline(row)}", markup=False, soft_wrap=True)
+        if path is not None:  # after every cell: what was measured outlives what comes
+            _write(path, args, rows, bandwidth)
+    for text in round_report.tables(rows):
+        console.print(f"\n{text}", markup=False, highlight=False, soft_wrap=True)
+    problems = [f"{round_report.name_of(row)}: {problem}" for row in rows for problem in _problems(row, args)]
+    for problem in problems:
+        console.print(f"warning: {problem}", style="yellow", markup=False, soft_wrap=True)
+    return 1 if problems else 0
+
+
+def _check(args: argparse.Namespace, draft: DraftConfig) -> None:
+    """Raise ConfigError for what the engine would not refuse."""
+    drafts = draft.block_size - 1 if args.num_speculative_tokens is None else args.num_speculative_tokens
+    if not args.plain and not 0 <= args.num_accepted_tokens <= drafts:
+        raise ConfigError(
+            f"--num-accepted-tokens {args.num_accepted_tokens} must be from 0 to {drafts}, the drafts of a round."
+        )
+    if args.plain and args.num_speculative_tokens is not None:
+        raise ConfigError(f"--num-speculative-tokens {args.num_speculative_tokens} drafts nothing with --plain.")
+    if min([*args.batch_size, *args.context, args.trace_rounds]) < 1 or args.warmup_rounds < 1:
+        raise ConfigError("--batch-size, --context, --trace-rounds and --warmup-rounds must be at least 1.")
+    if _rounds(args) <= args.warmup_rounds:
+        raise ConfigError(
+            f"--output-len {args.output_len} takes {_rounds(args)} rounds, and --warmup-rounds {args.warmup_rounds} "
+            "leaves none to time; raise the one or lower the other."
+        )
+
+
+def _rounds(args: argparse.Namespace) -> int:
+    """Rounds in which a request decodes its tokens."""
+    return -(-args.output_len // (1 if args.plain else args.num_accepted_tokens + 1))
+
+
+def _max_tokens(args: argparse.Namespace) -> int:
+    """Tokens after which a request would end, which none shall while it is measured."""
+    per_round = 1 if args.plain else args.num_accepted_tokens + 1
+    return (_rounds(args) + (0 if args.no_trace else args.trace_rounds) + 4) * per_round
+
+
+def _plans(
+    args: argparse.Namespace, target: TargetConfig, draft: DraftConfig | None
+) -> list[tuple[Mesh, list[EngineConfig]]]:
+    """Devices, and the engines to run on them one after another with the same weights."""
+    return [
+        (
+            Mesh.of(devices),
+            [
+                EngineConfig.of(_engine_args(args, draft, dtype, devices), target, draft)
+                for dtype in args.kv_cache_dtype
+            ],
+        )
+        for devices in args.tensor_parallel_size
+    ]
+
+
+def _measure_all(
+    args: argparse.Namespace,
+    target: TargetConfig,
+    draft: DraftConfig | None,
+    plans: list[tuple[Mesh, list[EngineConfig]]],
+    bandwidth: float | None,
+) -> Iterator[dict[str, Any]]:
+    """A row of each cell. No two engines and no two sets of weights are there at a time."""
+    cells = [Cell(batch, context) for context, batch in itertools.product(args.context, args.batch_size)]
+    for mesh, configs in plans:
+        models = (
+            _random_model(target, configs[0], mesh, seed=0),
+            None if draft is None else _random_model(draft, configs[0], mesh, seed=1),
+        )
+        for config in configs:
+            budget = round_report.kv_budget(target, draft, config)
+            engine = RoundEngine(*models, mesh=mesh, config=config)
+            engine.num_accepted_tokens = args.num_accepted_tokens
+            for cell in cells:
+                yield _row(args, engine, cell, "decode", bandwidth, budget)
+            for context in args.context if args.prefill else []:
+                yield _row(args, engine, Cell(1, context), "prefill", bandwidth, budget)
+            del engine
+            gc.collect()  # the pools of the next engine need the memory of this one's
+        del models
+        gc.collect()
+
+
+def _random_model(model: TargetConfig | DraftConfig, config: EngineConfig, mesh: Mesh, *, seed: int) -> Model:
+    with explain_out_of_memory():
+        return Model(model, random_params(model, config.dtype, mesh, seed), None)
+
+
+def _engine_args(args: argparse.Namespace, draft: DraftConfig | None, kv_cache_dtype: str, devices: int) -> EngineArgs:
+    drafts = args.num_speculative_tokens
+    if draft is not None and drafts is None:
+        drafts = draft.block_size - 1  # None would let the engine choose
+    return EngineArgs(
+        dtype=args.dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        draft_kv_cache_dtype=args.draft_kv_cache_dtype,
+        max_model_len=args.max_model_len or max(args.context) + _max_tokens(args),
+        max_num_seqs=max([1, *args.batch_size]),
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        num_speculative_tokens=drafts,
+        tensor_parallel_size=devices,
+        page_size=args.page_size,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        compile_at_start=False,  # the first round of a cell compiles what it needs, and nothing else
+    )
+
+
+def _row(
+    args: argparse.Namespace, engine: RoundEngine, cell: Cell, kind: str, bandwidth: float | None, budget: int
+) -> dict[str, Any]:
+    """One cell, measured or failed."""
+    config = engine.config
+    row = {
+        "kind": kind,
+        "speculation": engine.spec.draft is not None,
+        "batch_size": cell.batch_size,
+        "context": cell.context,
+        "kv_cache_dtype": config.kv_cache_dtype.name,
+        "draft_kv_cache_dtype": config.draft_kv_cache_dtype.name,
+        "tensor_parallel_size": config.tensor_parallel_size,
+    }
+    try:
+        if kind == "prefill":
+            found = {"prefill_ms": _percentiles(time_prefill(engine, cell.context, PREFILL_REPEATS))}
+        else:
+            found = _decode_cell(args, engine, cell, bandwidth, budget)
+        return row | found
+    except (DFlashError, jax.errors.JaxRuntimeError) as error:
+        return row | {"failed": str(error).splitlines()[0]}
+    finally:
+        finish(engine, [*engine.scheduler.waiting, *(r.sequence for r in engine.scheduler.running)])
+
+
+def _decode_cell(
+    args: argparse.Namespace, engine: RoundEngine, cell: Cell, bandwidth: float | None, budget: int
+) -> dict[str, Any]:
+    """The figures of one cell."""
+    sequences = random_sequences(cell.batch_size, cell.context, _max_tokens(args), engine.spec.target.vocab_size)
+    rounds = decode(engine, sequences, warmup=args.warmup_rounds, rounds=_rounds(args) - args.warmup_rounds)
+    step_ms = _percentiles(rounds.seconds)
+    weights = round_report.weight_bytes(engine)
+    kv = round_report.kv_bytes(engine, cell.batch_size, rounds.context)
+    read = sum(weights.values()) + kv
+    trace = None if args.no_trace else _trace(args, engine, sequences)
+    if trace is not None:
+        trace["idle_ms"] = step_ms["median"] - trace["busy_ms"]
+    return {
+        "step_ms": step_ms,
+        "rounds": len(rounds.seconds),
+        "tokens_per_s": rounds.num_tokens / sum(rounds.seconds),
+        "tokens_per_round": list(rounds.kept),
+        "kv_tokens": round_report.kv_tokens(engine, budget, cell.context),
+        "kv_gib": budget / 2**30,
+        "read_gb": {name: size / 1e9 for name, size in {**weights, "kv": kv, "total": read}.items()},
+        "copy_bandwidth_fraction": bandwidth and read / (step_ms["median"] / 1e3) / bandwidth,
+        "prefill_s": rounds.prefill_seconds,
+        "compiles": rounds.compiles,
+        "preemptions": rounds.preemptions,
+        "trace": trace,
+    }
+
+
+def _trace(args: argparse.Namespace, engine: RoundEngine, sequences: list[Any]) -> dict[str, Any] | None:
+    """Where the time of a few more rounds goes; None if the trace does not show it."""
+    with ExitStack() as stack:
+        folder = args.trace_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        engine.settle()
+        with round_trace.tracing(folder):
+            for _ in range(args.trace_rounds):
+                step(engine, sequences)
+            engine.settle()
+        return round_trace.account(folder, args.trace_rounds)
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    """In milliseconds."""
+    p10, median, p90 = np.percentile([1e3 * s for s in seconds], [10, 50, 90]).tolist()
+    return {"median": median, "p10": p10, "p90": p90}
+
+
+def _problems(row: dict[str, Any], args: argparse.Namespace) -> list[str]:
+    """Why a row is not what the protocol asks for."""
+    if "failed" in row:
+        return [f"not measured: {row['failed']}"]
+    if row["kind"] == "prefill":
+        return []
+    expected = [args.num_accepted_tokens + 1 if row["speculation"] else 1]
+    found = []
+    if row["tokens_per_round"] != expected:
+        found.append(f"rounds emitted {row['tokens_per_round']} tokens, and {expected} was asked for.")
+    if row["compiles"] or row["preemptions"]:
+        found.append(f"{row['compiles']} programs compiled and {row['preemptions']} requests lost their pages.")
+    return found
+
+
+def _headline(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return f"not measured: {row['failed']}"
+    times = row["prefill_ms" if row["kind"] == "prefill" else "step_ms"]
+    return f"{times['median']:.3f} ms (p10 {times['p10']:.3f}, p90 {times['p90']:.3f})"
+
+
+def _write(path: Path, args: argparse.Namespace, rows: list[dict[str, Any]], bandwidth: float | None) -> None:
+    """Raise ConfigError if the file cannot be written."""
+    settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items() if name != "run"}
+    result = environment() | {
+        "command": " ".join(sys.argv),
+        "settings": settings,
+        "copy_bandwidth_gb_s": bandwidth and bandwidth / 1e9,
+        "rows": rows,
+    }
+    try:
+        path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written ({error}).") from error

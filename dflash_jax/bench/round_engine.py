@@ -1,0 +1,212 @@
+"""The engine that `bench round` measures, and how: rounds that keep as many drafts as they are told."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from dflash_jax.core import CompletionOutput, SamplingParams
+from dflash_jax.engine.engine import Engine, InFlight, ScoreInFlight
+from dflash_jax.engine.inputs import slots_of
+from dflash_jax.engine.scheduler import Running
+from dflash_jax.engine.sequence import Sequence
+from dflash_jax.engine.state import Emitted, Slots, StepSpec, rows_of
+from dflash_jax.errors import DFlashError
+
+
+@partial(jax.jit, static_argnames=("count", "spec"), donate_argnames="slots")
+def keep_exactly(
+    slots: Slots, rows: Int[Array, " B"], emitted: Emitted, *, count: int, spec: StepSpec
+) -> tuple[Slots, Emitted]:
+    """Slots and emission of a round as if it had confirmed `count` - 1 drafts, whatever it did confirm.
+
+    The tokens are those that the target sampled, the next anchor among them: a round's work stays what it is.
+
+    Args:
+        slots: of all sequences, after the round; donated.
+        rows: slots of the B sequences of the round.
+        emitted: by the round.
+        count: static; tokens that every sequence shall emit.
+        spec: static.
+    """
+    own, change = rows_of(slots, rows), count - emitted.count
+    last = emitted.tokens[:, count - 1]
+    slots = slots.put(rows, Slots(anchor=last, length=own.length + change, emitted=own.emitted + change))
+    count_of_row = jnp.where(emitted.count < 0, emitted.count, count)  # -1 where the logits were no numbers
+    return spec.replicate((slots, replace(emitted, count=count_of_row)))
+
+
+class RoundEngine(Engine):
+    """An engine for measurements, which no server and no `LLM` makes.
+
+    Its steps are the usual ones, drafts are drafted and verified; behind each round one small program more corrects
+    how many of them it has kept. Rounds begin when the prompts of all sequences are in the cache.
+    """
+
+    num_accepted_tokens: int | None = None  # drafts that each round keeps; None keeps what agrees
+
+    def _push(self, step: InFlight | ScoreInFlight) -> None:
+        if isinstance(step, InFlight) and step.length > 1 and self.num_accepted_tokens is not None:
+            rows = slots_of(step.running, step.batch, padding=self.config.max_num_seqs)
+            count = self.num_accepted_tokens + 1
+            self._slots, emitted = keep_exactly(self._slots, rows, step.emitted, count=count, spec=self.spec)
+            step = replace(step, emitted=emitted)
+        super()._push(step)
+
+    def _reserve_rounds(self) -> tuple[list[Running], list[Sequence]]:
+        if all(running.is_prefilled for running in self.scheduler.running):
+            return super()._reserve_rounds()
+        return [], []
+
+    def settle(self) -> None:
+        """Wait for what is enqueued; it stays unread."""
+        jax.block_until_ready((self._slots, self._caches))
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What was seen of the rounds that were measured.
+
+    Attributes:
+        seconds: of each, from one return of `Engine.step` to the next.
+        num_tokens: that they emitted, over all sequences.
+        kept: how many tokens rounds emitted for a sequence, each number once.
+        context: tokens of a sequence in the cache, on average over the rounds.
+        prefill_seconds: until every sequence had its first token, compiling included.
+        compiles: programs compiled meanwhile.
+        preemptions: sequences that lost their pages meanwhile.
+    """
+
+    seconds: list[float]
+    num_tokens: int
+    kept: tuple[int, ...]
+    context: float
+    prefill_seconds: float
+    compiles: int
+    preemptions: int
+
+
+def random_sequences(number: int, context: int, max_tokens: int, vocab_size: int, **options: Any) -> list[Sequence]:
+    """Greedy sequences with random prompts of `context` tokens, which end after `max_tokens` and nowhere else.
+
+    Args:
+        number: how many.
+        context: tokens of each prompt.
+        max_tokens: of each completion.
+        vocab_size: of the target.
+        options: of `SamplingParams`.
+    """
+    rng = random.Random(0)
+    return [
+        Sequence(
+            prompt_token_ids=rng.choices(range(vocab_size), k=context),
+            params=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **options),
+            seed=0,
+            eos_token_ids=(),
+            max_new_tokens=max_tokens,
+            tokenizer=None,
+            output=CompletionOutput(index=0),
+            cache_salt=None,
+        )
+        for _ in range(number)
+    ]
+
+
+def decode(engine: Engine, sequences: list[Sequence], *, warmup: int, rounds: int) -> Rounds:
+    """Prefill the sequences and time rounds in which all of them decode; they are still running afterwards.
+
+    Args:
+        engine: idle.
+        sequences: more tokens may come of each than warm-up and rounds emit.
+        warmup: rounds that come first and are not timed; the first of them may compile.
+        rounds: to time.
+
+    Raises:
+        DFlashError: a sequence failed, ended or could not start.
+    """
+    began = time.perf_counter()
+    engine.add(sequences)
+    while min(len(s.output.token_ids) for s in sequences) == 0:
+        step(engine, sequences)
+    prefill_seconds = time.perf_counter() - began
+    for _ in range(warmup):
+        step(engine, sequences)
+    before, compiles, preemptions = _progress(sequences), engine.num_compiles, engine.scheduler.num_preemptions
+    times = [time.perf_counter()]
+    for _ in range(rounds):
+        step(engine, sequences)
+        times.append(time.perf_counter())
+    after = _progress(sequences)
+    kept = {n for s, (_, past) in zip(sequences, before, strict=True) for n in s.acceptance_lengths[past:]}
+    tokens = [(old, new) for (old, _), (new, _) in zip(before, after, strict=True)]
+    return Rounds(
+        seconds=[end - start for start, end in pairwise(times)],
+        num_tokens=sum(new - old for old, new in tokens),
+        kept=tuple(sorted(kept)),
+        context=sum(len(s.prompt_token_ids) + sum(t) / 2 for s, t in zip(sequences, tokens, strict=True))
+        / len(sequences),
+        prefill_seconds=prefill_seconds,
+        compiles=engine.num_compiles - compiles,
+        preemptions=engine.scheduler.num_preemptions - preemptions,
+    )
+
+
+def time_prefill(engine: Engine, context: int, repeats: int) -> list[float]:
+    """Seconds from the arrival of one prompt of `context` tokens, alone, to its first token; one run comes before.
+
+    Raises:
+        DFlashError: it failed.
+    """
+    seconds = []
+    for _ in range(repeats + 1):
+        sequences = random_sequences(1, context, 2, engine.spec.target.vocab_size)
+        began = time.perf_counter()
+        engine.add(sequences)
+        while not sequences[0].output.token_ids:
+            step(engine, sequences)
+        seconds.append(time.perf_counter() - began)
+        finish(engine, sequences)
+    return seconds[1:]
+
+
+def step(engine: Engine, sequences: Seq[Sequence]) -> None:
+    """One step of the engine.
+
+    Raises:
+        DFlashError: it failed, a sequence ended in it, or one has no pages.
+    """
+    engine.step()
+    for sequence in sequences:
+        if sequence.finished:
+            reason = sequence.output.error or f"it ended ({sequence.output.finish_reason}) while it was measured"
+            raise DFlashError(f"a sequence of the benchmark failed: {reason}.")
+        if sequence.suspect:
+            raise DFlashError("a step failed, and the log says why; try a smaller cell.")
+    if waiting := len(engine.scheduler.waiting):
+        tokens = engine.layout.full_pages * engine.layout.page_size
+        raise DFlashError(
+            f"{waiting} of {len(sequences)} sequences found no pages in a cache of {tokens:,} tokens; lower "
+            "--batch-size or --context, or raise --gpu-memory-utilization or --kv-cache-memory-bytes."
+        )
+
+
+def finish(engine: Engine, sequences: Seq[Sequence]) -> None:
+    """End the sequences, and let the engine come to rest."""
+    for sequence in sequences:
+        engine.abort(sequence)
+    while not engine.is_idle:
+        engine.step()
+
+
+def _progress(sequences: Seq[Sequence]) -> list[tuple[int, int]]:
+    """Tokens and rounds of each sequence so far."""
+    return [(len(s.output.token_ids), len(s.acceptance_lengths)) for s in sequences]

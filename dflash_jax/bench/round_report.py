@@ -1,0 +1,168 @@
+"""What `bench round` says: bytes that a round must read, vLLM's figures beside ours, and tables for people."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dflash_jax.config import DecoderConfig, DraftConfig, EngineConfig
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.memory import bytes_per_token, capacity_of, free_bytes
+from dflash_jax.errors import ConfigError
+from pallas_kernels.timing import table
+
+BASELINE_FIELDS = {"draft", "kv", "batch", "ctx", "tp", "decode_step_ms_median", "ttft_max_s"}
+BASELINE_DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+
+
+def weight_bytes(engine: Engine) -> dict[str, int]:
+    """Bytes of weights that the first device must read in a round: each once, and the head once a pass.
+
+    Returns:
+        `target` with its head; with a drafter `draft`, and `draft_head` for its own pass over a head. Of an embedding a
+        round reads a few rows, which are left out.
+    """
+    target, draft = engine.params
+    head = target.get("lm_head", target["embed_tokens"])
+    layers = {name: value for name, value in target.items() if name not in ("lm_head", "embed_tokens")}
+    found = {"target": _on_first_device(layers) + _on_first_device(head)}
+    if draft:
+        found["draft"] = _on_first_device({name: value for name, value in draft.items() if name != "lm_head"})
+        found["draft_head"] = _on_first_device(draft.get("lm_head", head))
+    return found
+
+
+def _on_first_device(tree: Any) -> int:
+    return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(tree))
+
+
+def kv_bytes(engine: Engine, batch_size: int, context: float) -> int:
+    """Bytes of keys and values that one device must read in a round over sequences of `context` tokens."""
+    config, spec = engine.config, engine.spec
+    devices = config.tensor_parallel_size
+    each = _kv_bytes(spec.target, config.kv_cache_dtype, devices, context)
+    if spec.draft is not None:
+        each += _kv_bytes(spec.draft, config.draft_kv_cache_dtype, devices, context)
+    return round(batch_size * each)
+
+
+def _kv_bytes(model: DecoderConfig, dtype: Any, devices: int, context: float) -> float:
+    tokens = sum(context if mask.window is None else min(context, mask.window) for mask in model.layers)
+    return tokens * bytes_per_token(model, dtype, devices) / devices
+
+
+def kv_tokens(engine: Engine, budget: int, context: int) -> int:
+    """Tokens of sequences of `context` tokens that a budget of bytes on all devices holds."""
+    spec = engine.spec
+    return (
+        budget * context // capacity_of(spec.target, spec.draft, engine.layout, engine.config).sequence_bytes(context)
+    )
+
+
+def kv_budget(target: Any, draft: DraftConfig | None, config: EngineConfig) -> int:
+    """Bytes for keys and values on all devices; to be asked once parameters are there and pools are not."""
+    return config.kv_cache_memory_bytes or free_bytes(target, draft, config)
+
+
+def load_baseline(path: Path | None) -> list[dict[str, Any]]:
+    """Rows of another engine's figures, of the form that `shared/baselines` has; none without a file.
+
+    Raises:
+        ConfigError: there is no such file, or no rows in it.
+    """
+    if path is None:
+        return []
+    try:
+        rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        for row in rows:
+            if missing := BASELINE_FIELDS - row.keys():
+                raise ValueError(f"a row without {', '.join(sorted(missing))}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--baseline {path} holds no rows of figures ({error!r}); give a baseline's JSON.") from error
+    return rows
+
+
+def beside(row: dict[str, Any], baseline: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The row of a baseline that measured the same cell, if there is one."""
+    cell = (row["speculation"], row["kv_cache_dtype"], row["batch_size"], row["context"], row["tensor_parallel_size"])
+    for other in baseline:
+        dtype = BASELINE_DTYPES.get(other["kv"], other["kv"])
+        if cell == (other["draft"] is not None, dtype, other["batch"], other["ctx"], other["tp"]):
+            return other
+    return None
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """A cell in few words."""
+    kind = "prefill" if row["kind"] == "prefill" else "DFlash" if row["speculation"] else "plain"
+    batch = "" if row["kind"] == "prefill" else f" x{row['batch_size']}"
+    return f"{kind}{batch} ctx {row['context']} {row['kv_cache_dtype']} tp{row['tensor_parallel_size']}"
+
+
+def tables(rows: list[dict[str, Any]]) -> list[str]:
+    """The figures for people, as Markdown: steps, their parts and prefills."""
+    done = [row for row in rows if "failed" not in row]
+    steps = [row for row in done if row["kind"] == "decode"]
+    traced = [row for row in steps if row["trace"]]
+    prefills = [row for row in done if row["kind"] == "prefill"]
+    found = []
+    if steps:
+        found.append(f"Steps while all requests decode:\n\n{table([_step(row) for row in steps])}")
+    if traced:
+        found.append(f"Milliseconds of a step, by part:\n\n{table(_parts(traced))}")
+    if prefills:
+        found.append(f"Prefill of one prompt:\n\n{table([_prefill(row) for row in prefills])}")
+    return found
+
+
+def _times(times: dict[str, float], baseline_ms: float | None) -> dict[str, str]:
+    ratio = None if baseline_ms is None else baseline_ms / times["median"]
+    return {
+        **{label: _number(times[name], 3) for label, name in (("ms", "median"), ("p10", "p10"), ("p90", "p90"))},
+        "baseline ms": _number(baseline_ms, 3),
+        "speedup": _number(ratio, 2),
+    }
+
+
+def _step(row: dict[str, Any]) -> dict[str, str]:
+    share, baseline = row["copy_bandwidth_fraction"], row["baseline"]
+    return {
+        "cell": name_of(row),
+        **_times(row["step_ms"], baseline and baseline["decode_step_ms_median"]),
+        "tokens/s": _number(row["tokens_per_s"], 1),
+        "tokens a round": ", ".join(map(str, row["tokens_per_round"])),
+        "GB read": _number(row["read_gb"]["total"], 3),
+        "of copy bandwidth": "-" if share is None else f"{share:.1%}",
+        "KV tokens": f"{row['kv_tokens']:,}",
+        "compiles": str(row["compiles"]),
+    }
+
+
+def _prefill(row: dict[str, Any]) -> dict[str, str]:
+    baseline = row["baseline"]
+    return {"cell": name_of(row), **_times(row["prefill_ms"], baseline and 1e3 * baseline["ttft_max_s"])}
+
+
+def _parts(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """A line of each part, a column of each cell."""
+    names = dict.fromkeys(name for row in rows for name in row["trace"]["parts_ms"])
+    lines = {name: [row["trace"]["parts_ms"].get(name, 0.0) for row in rows] for name in names}
+    for label, name in {
+        "(any of them)": "busy_ms",
+        "(none, between programs)": "host_gap_ms",
+        "(none, inside programs)": "launch_gap_ms",
+        "(none, not traced)": "idle_ms",
+    }.items():
+        lines[label] = [row["trace"][name] for row in rows]
+    cells = [name_of(row) for row in rows]
+    return [
+        {"part": name, **{cell: _number(ms, 3) for cell, ms in zip(cells, line, strict=True)}}
+        for name, line in lines.items()
+    ]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,343 @@
+"""Rounds of a tiny model through the whole command, and what it is made of: forced drafts, bytes, parts of a trace."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.bench import round as command
+from dflash_jax.bench import round_report
+from dflash_jax.bench.__main__ import main
+from dflash_jax.bench.round_engine import RoundEngine, decode, finish, keep_exactly, random_sequences
+from dflash_jax.bench.round_models import PRESETS, configs_of, drafter_of, random_params
+from dflash_jax.bench.round_trace import Kernel, kernels_of, part_of, spans
+from dflash_jax.config import EngineArgs, EngineConfig
+from dflash_jax.engine.engine import Engine, Model
+from dflash_jax.engine.sharding import Mesh
+from dflash_jax.engine.state import Emitted, Slots, StepSpec
+from dflash_jax.errors import DFlashError
+from dflash_jax.models.tables import checkpoint_shape, checkpoint_table
+from dflash_jax.serve.args import parse_args
+
+ROOT = Path(__file__).resolve().parents[2]
+BASELINE = [
+    {"draft": "d", "kv": "float32", "batch": 4, "ctx": 24, "tp": 1, "decode_step_ms_median": 9.0, "ttft_max_s": 1.0},
+    {"draft": "d", "kv": "float32", "batch": 1, "ctx": 24, "tp": 1, "decode_step_ms_median": 8.0, "ttft_max_s": 0.5},
+    {"draft": None, "kv": "float32", "batch": 4, "ctx": 24, "tp": 1, "decode_step_ms_median": 7.0, "ttft_max_s": 1.0},
+]
+SMALL = {"--model": "tiny", "--page-size": 16, "--max-num-batched-tokens": 64}
+
+
+def flags(options):
+    return [str(part) for option in options.items() for part in option]
+
+
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory):
+    """Rounds of 3 drafts of which 2 are kept."""
+    folder = tmp_path_factory.mktemp("round")
+    (folder / "baseline.json").write_text(json.dumps({"rows": BASELINE}))
+    options = SMALL | {"--context": 24, "--output-len": 24, "--num-accepted-tokens": 2, "--trace-rounds": 2}
+    options |= {"--baseline": folder / "baseline.json", "--output": folder / "out.json", "--draft-sliding-window": 8}
+    options |= {"--kv-cache-memory-bytes": 1 << 20}
+    assert main(["round", *flags(options), "--batch-size", "1", "4", "--prefill"]) == 0
+    return json.loads((folder / "out.json").read_text())
+
+
+def test_every_round_emits_what_it_is_told(drafted):
+    one, four, prefill = drafted["rows"]
+    assert [(r["kind"], r["batch_size"]) for r in (one, four, prefill)] == [
+        ("decode", 1),
+        ("decode", 4),
+        ("prefill", 1),
+    ]
+    for row in (one, four):
+        assert row["tokens_per_round"] == [3]
+        assert row["rounds"] == 24 / 3 - 3  # all but the warm-up
+        assert (row["compiles"], row["preemptions"]) == (0, 0)
+        times = row["step_ms"]
+        assert 0 < times["p10"] <= times["median"] <= times["p90"]
+    assert set(prefill["prefill_ms"]) == {"median", "p10", "p90"}
+
+
+def test_baseline_stands_beside_its_cell(drafted):
+    assert [row["baseline"]["decode_step_ms_median"] for row in drafted["rows"]] == [8.0, 9.0, 8.0]
+
+
+def test_trace_accounts_for_the_parts(drafted):
+    for row in drafted["rows"][:2]:
+        parts = row["trace"]["parts_ms"]
+        assert {"draft", "draft_context", "verify_gemm", "verify_attention", "head", "sampling", "forcing"} <= set(
+            parts
+        )
+        assert not {"prefill", "other"} & set(parts)
+        assert sum(parts.values()) > 0.999 * row["trace"]["busy_ms"] > 0
+        assert {kernel["calls"] % 0.5 for kernel in row["trace"]["kernels"]} == {0}  # of two whole rounds
+
+
+def test_bytes_that_a_round_reads(drafted):
+    target, draft = configs_of("tiny", None)
+    head = 4 * target.vocab_size * target.hidden_size
+    drafter = 4 * num_parameters(draft)
+    read = {name: round(1e9 * size) for name, size in drafted["rows"][1]["read_gb"].items()}
+    assert read["target"] == 4 * num_parameters(target) - head  # a round reads of the embedding next to nothing
+    assert (read["draft"], read["draft_head"]) == (drafter, head)
+    # 24 tokens, the first one behind them, 3 rounds of warm-up and one in flight; then 5 rounds
+    context = 24 + 1 + 3 * 3 + 5 * 3 / 2
+    of_layer = 4 * 2 * target.num_key_value_heads * target.head_dim
+    assert read["kv"] == 4 * of_layer * (4 * context + context + 8)  # one drafter layer sees 8 tokens, the other all
+    assert read["total"] == sum(read[name] for name in ("target", "draft", "draft_head", "kv"))
+    page_bytes = 5 * of_layer  # of a token, beside the sliding layer's
+    assert 0.8 < drafted["rows"][0]["kv_tokens"] * page_bytes / (1 << 20) < 1
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+def test_plain_decoding_sharded_and_a_cell_that_does_not_fit(tmp_path, capsys):
+    options = SMALL | {"--output-len": 8, "--output": tmp_path / "out.json", "--kv-cache-dtype": "fp8"}
+    options |= {"--tensor-parallel-size": 4, "--kv-cache-memory-bytes": 300_000}
+    cells = ["--batch-size", "2", "--context", "16", "200", "--plain", "--no-trace"]
+    assert main(["round", *flags(options), *cells]) == 1
+    fits, too_long = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert (fits["tokens_per_round"], fits["compiles"], fits["trace"]) == ([1], 0, None)
+    assert (fits["speculation"], fits["kv_cache_dtype"], fits["tensor_parallel_size"]) == (False, "float8_e4m3fn", 4)
+    assert set(fits["read_gb"]) == {"target", "kv", "total"}
+    quarter = 4 * (num_parameters(configs_of("tiny", None)[0]) - 512 * 64) / 4
+    assert quarter < 1e9 * fits["read_gb"]["target"] < 1.6 * quarter  # two kv heads stay whole on four devices
+    assert "1 of 2 sequences found no pages" in too_long["failed"]
+    assert "not measured: 1 of 2 sequences" in capsys.readouterr().out
+
+
+def engine_of(kind, number, **options):
+    target, draft = configs_of("tiny", None)
+    args = EngineArgs(max_num_seqs=number, max_model_len=128, page_size=16, num_speculative_tokens=3, **options)
+    config, mesh = EngineConfig.of(args, target, draft), Mesh.of(1)
+    models = [Model(model, random_params(model, config.dtype, mesh, seed=1), None) for model in (target, draft)]
+    return kind(*models, mesh=mesh, config=config)
+
+
+def test_keeping_no_draft_is_greedy_decoding():
+    """So the forced state is right: anchors, lengths, and what the host is told."""
+    forced, free = engine_of(RoundEngine, 2), engine_of(Engine, 2)
+    forced.num_accepted_tokens = 0
+    outputs = []
+    for engine in (forced, free):
+        sequences = random_sequences(2, 20, 12, 512)
+        for _ in engine.run(sequences):
+            pass
+        outputs.append([s.output.token_ids for s in sequences])
+        if engine is forced:
+            assert {n for s in sequences for n in s.acceptance_lengths} == {1}
+    assert outputs[0] == outputs[1]
+
+
+def test_rounds_begin_together_and_keep_their_place():
+    engine = engine_of(RoundEngine, 3, max_num_batched_tokens=16)  # prompts of several chunks, one after another
+    engine.num_accepted_tokens = 2
+    sequences = random_sequences(3, 40, 64, 512)
+    rounds = decode(engine, sequences, warmup=1, rounds=4)
+    assert (rounds.kept, rounds.num_tokens, rounds.compiles) == ((3,), 3 * 4 * 3, 0)
+    assert {len(s.output.token_ids) for s in sequences} == {1 + 5 * 3}
+    ahead = 3  # one round is in flight
+    assert engine._slots.length.tolist() == [40 + 5 * 3 + ahead] * 3
+    finish(engine, sequences)
+    engine.scheduler.check_integrity()
+
+
+def test_a_failed_step_is_told_as_such():
+    engine = engine_of(RoundEngine, 2)
+    sequences = random_sequences(2, 20, 12, 512)
+    engine._commit = None  # so that the step fails
+    with pytest.raises(DFlashError, match="a step failed"):
+        decode(engine, sequences, warmup=1, rounds=1)
+
+
+def test_keep_exactly():
+    target, draft = configs_of("tiny", None)
+    spec = StepSpec(target, draft, 4, Mesh.of(1).mesh)
+    slots = Slots(anchor=jnp.array([5, 6, 7]), length=jnp.array([11, 20, 30]), emitted=jnp.array([2, 3, 4]))
+    tokens = jnp.array([[1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]])
+    emitted = Emitted(tokens, jnp.array([4, -1, 1]), None)
+    rows = jnp.array([2, 0, 3])  # the last is padding
+    after, forced = keep_exactly(slots, rows, emitted, count=3, spec=spec)
+    assert forced.count.tolist() == [3, -1, 3]
+    assert after.anchor.tolist() == [7, 6, 3]
+    assert (after.length[2], after.emitted[2]) == (29, 3)
+    assert (after.length[1], after.emitted[1]) == (20, 3)
+    np.testing.assert_array_equal(forced.tokens, tokens)
+
+
+def num_parameters(config):
+    return sum(math.prod(checkpoint_shape(axes, config)) for axes in checkpoint_table(config).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(name, number):
+    target, draft = configs_of(name, None)
+    assert num_parameters(target) == number
+    assert (draft.num_hidden_layers, draft.block_size, draft.mask_token_id) == (5, 16, 151_669)
+    assert {layer.window for layer in draft.layers} == {None}
+
+
+def test_the_drafter_of_qwen3_8b_is_the_published_one():
+    draft = configs_of("qwen3-8b", None)[1]
+    assert draft.target_layer_ids == (1, 9, 17, 25, 33)
+    assert num_parameters(draft) == 1_048_626_432
+    sliding = configs_of("qwen3-8b", None, sliding_window=2048)[1]
+    assert [layer.window for layer in sliding.layers] == [2048] * 4 + [None]
+
+
+def test_folders(tmp_path):
+    for name, raw in (("target", PRESETS["tiny"]), ("draft", drafter_of(PRESETS["tiny"]) | {"block_size": 8})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(raw))
+    target, draft = configs_of(str(tmp_path / "target"), str(tmp_path / "draft"))
+    assert (target, draft.block_size) == (configs_of("tiny", None)[0], 8)
+
+
+def test_random_params_are_random_and_in_place():
+    config = configs_of("tiny", None)[0]
+    params = random_params(config, jnp.bfloat16, Mesh.of(1), seed=0)
+    layers = [params[f"layers_{i}"]["mlp"]["down_proj"] for i in range(4)]
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+    assert len({float(layer.sum()) for layer in layers}) == 4
+    assert all(0.018 < float(layer.std()) < 0.022 for layer in layers)
+    assert float(jnp.abs(params["norm"] - 1).max()) == 0
+
+
+PUBLISHED = {"qwen3-4b": "z-lab/Qwen3-4B-DFlash-b16", "qwen3-8b": "z-lab/Qwen3-8B-DFlash-b16"}
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"tiny"}))
+def test_every_preset_can_be_served(name):
+    served = parse_args(["--config", str(ROOT / "configs" / f"{name}.yaml")])
+    assert served.model == "Qwen/" + name.replace("qwen", "Qwen").replace("b", "B")
+    assert served.draft_model == PUBLISHED.get(name)
+    assert served.engine.num_speculative_tokens is None  # as many as pay
+    assert served.default_chat_template_kwargs == ({"enable_thinking": False} if name in PUBLISHED else {})
+    target, draft = configs_of(name, None)
+    EngineConfig.of(served.engine, target, draft)
+
+
+def test_no_preset_is_left_out():
+    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == PRESETS.keys() - {"tiny"}
+
+
+@pytest.mark.parametrize(
+    ("scope", "name", "part"),
+    [
+        ("jit(verify)/TargetModel/layers_3/mlp/mlp._linear/dot_general", "nvjet_hsh_64x8", "verify_gemm"),
+        ("jit(verify)/TargetModel/layers_3/self_attn.output/dot_general", "fusion_3", "verify_gemm"),
+        ("jit(verify)/TargetModel/layers_3/mlp/pallas_call", "mosaic_gpu_kernel", "verify_gemm"),
+        ("jit(verify)/TargetModel/layers_3/pallas_call", "mosaic_gpu_kernel", "verify_attention"),
+        ("jit(verify)/TargetModel/layers_3/shard_map/x", "paged_attention_combine", "verify_attention"),
+        ("jit(verify)/TargetModel/layers_3/y", "write_kv", "verify_attention"),
+        ("jit(verify)/TargetModel/layers_3/rsqrt", "loop_fusion", "verify_other"),
+        ("jit(verify)/DraftModel.write_context/layers_1.write_context/dot_general", "nvjet", "draft_context"),
+        ("jit(draft)/DraftModel/layers_0/mlp/dot_general", "nvjet", "draft"),
+        ("jit(draft)/DraftModel.tokens/reduce", "reduce", "head"),
+        ("jit(commit)/TargetModel.logits/btd,vd->btv/dot_general", "nvjet", "head"),
+        ("jit(commit)/reduce", "reduce", "sampling"),
+        ("jit(verify)/TargetModel/layers_0/add", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "all_reduce"),
+        ("jit(keep_exactly)/scatter", "fusion", "forcing"),
+        ("", "MemcpyD2H", "copies"),
+        ("", "unknown", "other"),
+    ],
+)
+def test_parts(scope, name, part):
+    module = scope.split("/")[0].replace("(", "_").rstrip(")")
+    assert part_of(Kernel(name, module, "op.1", "", 0, 1), scope) == part
+
+
+def test_spans():
+    def kernel(module, operation, start, end):
+        return Kernel("k", module, operation, "", start, end)
+
+    kernels = [
+        kernel("verify", "a", 10, 20),
+        kernel("verify", "b", 15, 30),  # beside it
+        kernel("", "copy", 31, 90),
+        kernel("verify", "c", 32, 40),
+        kernel("commit", "a", 45, 50),
+        kernel("verify", "a", 57, 60),
+        kernel("verify", "a", 61, 62),  # the program again
+    ]
+    assert spans(kernels) == {"busy_ms": 37, "host_gap_ms": 13, "launch_gap_ms": 2}
+    assert spans([kernels[2]])["busy_ms"] == 0
+
+
+def test_kernels_of_the_first_gpu():
+    def plane(name, **lines):
+        lines = [SimpleNamespace(name=line.replace("_", " "), events=events) for line, events in lines.items()]
+        return SimpleNamespace(name=name, lines=lines)
+
+    def event(kernel, start, **stats):
+        return SimpleNamespace(name=kernel, start_ns=start, duration_ns=2, stats=list(stats.items()))
+
+    planes = [
+        plane("/host:CPU", python=[event("x", 0, hlo_op="a", hlo_module="b")]),
+        plane("/device:GPU:1", Stream_1=[event("other", 1)]),
+        plane(
+            "/device:GPU:0",
+            Stream_2=[event("late", 7, hlo_op="f.1", hlo_module="jit_verify(3)", name="jit(verify)/a")],
+            Stream_1=[event("early", 5)],
+            XLA_Ops=[event("summary", 5)],
+        ),
+    ]
+    early, late = kernels_of(SimpleNamespace(planes=planes))
+    assert kernels_of(SimpleNamespace(planes=[])) == []
+    assert early == Kernel("early", "", "", "", 5, 7)
+    assert late == Kernel("late", "jit_verify", "f.1", "jit(verify)/a", 7, 9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--model qwen3-9b", ["qwen3-9b", "qwen3-8b"]),
+        ("--model tiny --num-accepted-tokens 4", ["--num-accepted-tokens 4", "from 0 to 3"]),
+        ("--model tiny --num-speculative-tokens 2 --num-accepted-tokens 3", ["from 0 to 2"]),
+        ("--model tiny --num-speculative-tokens 4 --num-accepted-tokens 1", ["num_speculative_tokens=4", "1 to 3"]),
+        ("--model tiny --num-accepted-tokens 2 --output-len 9", ["--output-len 9", "3 rounds"]),
+        ("--model tiny --plain --num-speculative-tokens 2", ["--plain"]),
+        ("--model tiny --num-accepted-tokens 1 --batch-size 0", ["--batch-size", "at least 1"]),
+        ("--model tiny --num-accepted-tokens 1 --tensor-parallel-size 64", ["tensor_parallel_size=64"]),
+        ("--model tiny --draft-model x --draft-sliding-window 4", ["--draft-sliding-window 4", "--draft-model"]),
+        ("--model tiny --baseline /no/file", ["--baseline /no/file"]),
+        ("--model tiny --output /no/folder/x", ["--output /no/folder/x"]),
+    ],
+)
+def test_bad_options(capsys, arguments, words):
+    assert main(["round", *arguments.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    assert all(word in printed.err for word in words), printed.err
+
+
+def test_baseline_without_its_fields(tmp_path):
+    (tmp_path / "b.json").write_text('{"rows": [{"kv": "bf16"}]}')
+    with pytest.raises(command.ConfigError, match="batch, ctx, decode_step_ms_median"):
+        round_report.load_baseline(tmp_path / "b.json")
+
+
+def test_what_does_not_follow_the_protocol_is_a_problem():
+    args = SimpleNamespace(num_accepted_tokens=5)
+    row = {"kind": "decode", "speculation": True, "tokens_per_round": [6], "compiles": 0, "preemptions": 0}
+    assert command._problems(row, args) == []
+    assert "[2, 6]" in command._problems(row | {"tokens_per_round": [2, 6]}, args)[0]
+    assert "1 programs compiled" in command._problems(row | {"compiles": 1}, args)[0]
+    assert command._problems(row | {"speculation": False, "tokens_per_round": [1]}, args) == []
