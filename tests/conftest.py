@@ -6,7 +6,14 @@ from pathlib import Path
 ON_GPU = os.environ.get("DFLASH_TEST_GPU") == "1"
 if not ON_GPU:  # before the first import of jax: a device count cannot be changed later
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    # Most programs of tests run a few times over a few numbers: LLVM's optimisations take longer than they save.
+    os.environ["XLA_FLAGS"] = " ".join(
+        (
+            os.environ.get("XLA_FLAGS", ""),
+            "--xla_force_host_platform_device_count=4",
+            "--xla_backend_optimization_level=0",
+        )
+    )
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Most of the suite's time goes into compiling, and much of it is compiled more than once: by other modules, by the
 # other worker, by servers that tests start, and by the next run.
