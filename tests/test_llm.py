@@ -156,6 +156,7 @@ def test_stop_and_eos_of_the_golden_text(golden):
     assert (by_eos.token_ids, by_eos.finish_reason, by_eos.stop_reason) == (ids[: end + 1], "stop", None)
     assert by_id.token_ids == ids[: ids.index(ids[20]) + 1]
     assert by_id.stop_reason == ids[20]
+    assert golden.engine.is_idle  # the round that had run ahead was read, too
 
 
 @pytest.mark.parametrize("drafter", [True, False])
@@ -349,11 +350,37 @@ def test_command_prints_tokens_and_statistics():
         *("--prompt-token-ids", ids, "--max-tokens", 80, "--ignore-eos"),
     )
     assert done.returncode == 0, done.stderr
-    text, statistics = done.stdout.split("\n\n")
-    assert list(map(int, text.split())) == case["output_ids"]
-    assert "tokens/s" in statistics
-    assert "mean acceptance length 15.80 tokens over 5 rounds" in statistics
-    assert statistics.splitlines()[-1].split() == ["16", "#" * 40, "4"]
+    assert list(map(int, done.stdout.split())) == case["output_ids"]
+    assert "mean acceptance length 15.80 tokens over 5 rounds" in done.stderr
+    assert [line.split()[-1] for line in done.stderr.splitlines()[-16:]] == ["0"] * 14 + ["1", "4"]
+    assert done.stderr.splitlines()[-1].split() == ["16", "#" * 40, "4"]
+
+
+def test_command_compares_with_plain_decoding(golden, monkeypatch, capsys):
+    monkeypatch.setattr(generate, "LLM", lambda *args, **options: golden)
+    ids = ",".join(map(str, golden_cases("qwen3_swa_tied")[0]["input_ids"]))
+    command = ["--compare", "--prompt-token-ids", ids, "--max-tokens", "9", "--ignore-eos"]
+    runs = []
+    monkeypatch.setattr(
+        golden, "stream", lambda prompt, params: runs.append(params) or LLM.stream(golden, prompt, params)
+    )
+    assert generate.main(command) == 0
+    shown = capsys.readouterr()
+    assert [params.speculation for params in runs] == [True, False]
+    assert len(shown.out.split()) == 9
+    assert "times plain decoding, which made the same tokens at" in shown.err
+
+
+def test_command_has_nothing_to_compare_a_target_alone_with():
+    done = run_command("--compare", "--model", GOLDEN / "qwen3_swa_tied" / "target", "--prompt-token-ids", "1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--draft-model" in done.stderr
+
+
+def test_a_run_that_compiled_says_so(golden):
+    output = golden.generate(prompt(1, 2, 3), greedy(4))[0]
+    assert "compiled" not in generate.summary(generate.Run(output, 0), None, block=16)
+    assert "3 programs were compiled" in generate.summary(generate.Run(output, 2), generate.Run(output, 1), block=16)
 
 
 @pytest.mark.parametrize("arguments", [["--chat"], []])
@@ -362,7 +389,7 @@ def test_command_prints_text_for_text(llm, monkeypatch, capsys, arguments):
     assert generate.main([*arguments, "--prompt", QUESTION, "--max-tokens", "6", "--ignore-eos"]) == 0
     chat = [{"role": "user", "content": QUESTION}]
     expected = llm.chat(chat, greedy(6)) if arguments else llm.generate(QUESTION, greedy(6))
-    assert capsys.readouterr().out.startswith(expected[0].outputs[0].text + "\n\n")
+    assert capsys.readouterr().out == expected[0].outputs[0].text + "\n"
 
 
 @pytest.mark.parametrize(

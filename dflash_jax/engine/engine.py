@@ -162,6 +162,8 @@ class Engine:
         finally:  # a caller may leave early
             for sequence in sequences:
                 self.abort(sequence)
+            if self._in_flight and not (self.scheduler.waiting or self.scheduler.running):
+                self.step()  # reads the round that ran ahead
 
     def replace_draft(self, params: Params) -> None:
         """Draft with other weights of the same shapes from now on, and forget the K/V that the old ones left.
