@@ -6,15 +6,20 @@ INSTALL := $(PYTHON) -m pip install --quiet --editable
 
 .PHONY: serve test test-gpu demo parity lint format install browser clean
 
-$(VENV)/.installed: pyproject.toml
+# Running a model needs a fraction of what training and the tests do.
+$(VENV)/.installed-base: pyproject.toml
 	$(PYTHON_BASE) -m venv $(VENV)
+	$(INSTALL) .
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.installed-base
 	$(INSTALL) '.[train,test]'
 	touch $@
 
 install: $(VENV)/.installed
 
 ## Serve the embedded pair at http://127.0.0.1:8000; FLAGS adds what `python -m dflash_jax.serve --help` lists.
-serve: install
+serve: $(VENV)/.installed-base
 	$(PYTHON) -m dflash_jax.serve $(FLAGS)
 
 ## Lint, type-check and run the test suite (no GPU, no torch).
@@ -35,9 +40,9 @@ format: install
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-## Complete a prompt with the embedded pair.
-demo: install
-	$(PYTHON) -m dflash_jax.generate
+## Stream code from the embedded pair, then show its acceptance and its speed beside plain decoding.
+demo: $(VENV)/.installed-base
+	$(PYTHON) -m dflash_jax.generate --compare
 
 ## Compare the targets with transformers' models live; needs the CPU build of torch (Python 3.11).
 parity: install

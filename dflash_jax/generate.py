@@ -4,38 +4,52 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections import Counter
+from dataclasses import dataclass, replace
 
-from dflash_jax.config.engine import DTYPES, KV_CACHE_DTYPES
+from rich.console import Console
+
+from dflash_jax.bench.acceptance import of_engine
+from dflash_jax.bench.report import histogram_lines
 from dflash_jax.core import Prompt, RequestOutput, SamplingParams
-from dflash_jax.errors import DFlashError
+from dflash_jax.errors import ConfigError, DFlashError
+from dflash_jax.flags import add_engine_arguments, engine_options
 from dflash_jax.llm import LLM
 
 EMBEDDED_PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n"
-BAR_WIDTH = 40  # characters of the longest bar
+WARM_UP_TOKENS = 32  # before a request alone
+MOST_WARM_UPS = 3  # before a comparison, each as long as the request
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished request.
+
+    Attributes:
+        output: its last.
+        num_compiles: programs that were compiled while the clock ran.
+    """
+
+    output: RequestOutput
+    num_compiles: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """From the call to the last token, the prompt included."""
+        seconds = self.output.metrics.finished_time
+        assert seconds is not None
+        return len(self.output.outputs[0].token_ids) / seconds
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m dflash_jax.generate",
-        description="Complete a prompt, then print tokens/s and how many tokens each round emitted.",
+        description="Complete a prompt. The text is standard output; how fast it was, and how many tokens each round "
+        "emitted, is standard error.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    model = parser.add_argument_group("model")
-    model.add_argument("--model", help="folder or Hugging Face Hub id; without it, the embedded pair is served")
-    model.add_argument("--draft-model", help="the same of its DFlash drafter; without it, one token a pass")
-    model.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="of parameters and activations")
-    model.add_argument("--kv-cache-dtype", default="auto", choices=["auto", *KV_CACHE_DTYPES], help="of stored K and V")
-    model.add_argument(
-        "--draft-kv-cache-dtype", default="auto", choices=["auto", *KV_CACHE_DTYPES], help="the same of the drafter's"
-    )
-    model.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share the model")
-    model.add_argument("--max-model-len", type=int, help="tokens of prompt and completion")
-    model.add_argument(
-        "--num-speculative-tokens", type=int, help="drafts verified each round; without it, as many as pay"
-    )
+    add_engine_arguments(parser)
+    parser.add_argument("--compare", action="store_true", help="decode again without the drafter, and show both speeds")
     request = parser.add_argument_group("request")
     source = request.add_mutually_exclusive_group()
     source.add_argument("--prompt", default=EMBEDDED_PROMPT, help="text to complete")
@@ -58,54 +72,121 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    args = parse_args(arguments)
+    args, console = parse_args(arguments), Console(stderr=True)
     try:
-        llm = LLM(
-            args.model,
-            args.draft_model,
-            dtype=args.dtype,
-            kv_cache_dtype=args.kv_cache_dtype,
-            draft_kv_cache_dtype=args.draft_kv_cache_dtype,
-            tensor_parallel_size=args.tensor_parallel_size,
-            max_model_len=args.max_model_len,
-            num_speculative_tokens=args.num_speculative_tokens,
-        )
-        params = SamplingParams(
-            max_tokens=args.max_tokens,
-            min_tokens=args.min_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            min_p=args.min_p,
-            seed=args.seed,
-            stop=args.stop,
-            ignore_eos=args.ignore_eos,
-        )
-        prompt = _prompt(args, llm)
-        _warm_up(llm, prompt, params)
-        started = time.perf_counter()
-        output = _print_stream(llm, prompt, params, as_text=args.prompt_token_ids is None)
-        print(f"\n\n{summary(output, time.perf_counter() - started)}")
-        if output.outputs[0].error is not None:
-            raise DFlashError(output.outputs[0].error)
+        with console.status("loading and compiling ..."):
+            llm = load(args)
+            prompt, params = _prompt(args, llm), sampling_params(args)
+            plain_params = replace(params, speculation=False)
+            if args.compare:
+                warm_up(llm, prompt, params)
+                warm_up(llm, prompt, plain_params)
+            else:
+                most = min(args.max_tokens, WARM_UP_TOKENS)
+                llm.generate(prompt, replace(params, max_tokens=most, min_tokens=min(args.min_tokens, most)))
+        run = generate(llm, prompt, params, show=True, as_text=args.prompt_token_ids is None)
+        plain = generate(llm, prompt, plain_params, show=False) if args.compare else None
+        console.print(f"\n{summary(run, plain, block=llm.config.num_speculative_tokens + 1)}", highlight=False)
     except DFlashError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def summary(output: RequestOutput, seconds: float) -> str:
-    """Speed, mean acceptance length and its histogram."""
-    tokens = len(output.outputs[0].token_ids)
-    lengths = output.metrics.acceptance_lengths
-    lines = [f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s ({output.outputs[0].finish_reason})"]
+def load(args: argparse.Namespace) -> LLM:
+    """The models of a command line.
+
+    Raises:
+        ConfigError: an option is impossible, or there is no drafter to compare with.
+        CheckpointError: a model cannot be loaded.
+    """
+    llm = LLM(args.model, args.draft_model, **engine_options(args))
+    if args.compare and not llm.config.num_speculative_tokens:
+        raise ConfigError(f"--compare: {args.model} runs without a drafter already; give --draft-model.")
+    return llm
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """How a command line wants tokens sampled.
+
+    Raises:
+        RequestError: a value is outside its range.
+    """
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        min_tokens=args.min_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=args.seed,
+        stop=args.stop,
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def warm_up(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
+    """Run a request until nothing is compiled for it any more: the length of a round is tried when it seems to pay.
+
+    Raises:
+        RequestError: the prompt or its parameters cannot be served.
+    """
+    for _ in range(MOST_WARM_UPS):
+        before = llm.engine.num_compiles
+        llm.generate(prompt, params)
+        if llm.engine.num_compiles == before:
+            return
+
+
+def generate(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool, as_text: bool = True) -> Run:
+    """Complete the prompt; with `show`, write it to standard output as it comes, as text or as ids.
+
+    Raises:
+        DFlashError: it cannot be served, or failed.
+    """
+    before, shown = llm.engine.num_compiles, ""
+    for output in llm.stream(prompt, params):
+        completion = output.outputs[0]
+        if show:
+            text = completion.text if as_text else " ".join(map(str, completion.token_ids))
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    if show:
+        print(flush=True)
+    if completion.error is not None:
+        raise DFlashError(completion.error)
+    return Run(output, llm.engine.num_compiles - before)
+
+
+def summary(run: Run, plain: Run | None, *, block: int) -> str:
+    """Speed, beside that of plain decoding if it is known, mean acceptance length and its histogram.
+
+    Args:
+        run: of the request.
+        plain: the same without the drafter.
+        block: the most tokens that a round can emit.
+    """
+    metrics, completion = run.output.metrics, run.output.outputs[0]
+    lines = [
+        f"{len(completion.token_ids)} tokens in {metrics.finished_time:.2f} s: {run.tokens_per_second:.1f} tokens/s "
+        f"({completion.finish_reason})"
+    ]
+    if plain is not None:
+        ratio = run.tokens_per_second / plain.tokens_per_second
+        is_same = plain.output.outputs[0].token_ids == completion.token_ids
+        lines.append(
+            f"{ratio:.2f} times plain decoding, which made {'the same' if is_same else 'other'} tokens "
+            f"at {plain.tokens_per_second:.1f} tokens/s"
+        )
+    compiled = run.num_compiles + (plain.num_compiles if plain else 0)
+    if compiled:
+        lines.append(f"{compiled} programs were compiled while the clock ran: do not trust the speed")
+    lengths = metrics.acceptance_lengths
     if lengths:
-        mean = output.metrics.mean_acceptance_length
-        lines.append(f"mean acceptance length {mean:.2f} tokens over {len(lengths)} rounds")
-        rounds = Counter(lengths)
-        for length in range(1, max(lengths) + 1):
-            bar = "#" * round(BAR_WIDTH * rounds[length] / max(rounds.values()))
-            lines.append(f"{length:4d} {bar:{BAR_WIDTH}} {rounds[length]}")
+        lines.append(f"mean acceptance length {metrics.mean_acceptance_length:.2f} tokens over {len(lengths)} rounds")
+    if lengths and block > 1:
+        counts = of_engine(lengths, sum(metrics.draft_lengths)).histogram or []
+        lines += histogram_lines(counts + [0] * (block - len(counts)), first=1)
     return "\n".join(lines)
 
 
@@ -120,27 +201,6 @@ def _prompt(args: argparse.Namespace, llm: LLM) -> Prompt:
     if args.prompt_token_ids is not None:
         return {"prompt_token_ids": args.prompt_token_ids}
     return llm.frontend.chat_prompt([{"role": "user", "content": args.prompt}]) if args.chat else args.prompt
-
-
-def _warm_up(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
-    """Compile the steps, so that the speed printed is the speed of generation."""
-    outputs = llm.stream(prompt, params)  # which refuses a bad prompt
-    print("compiling ...", end="\r", file=sys.stderr, flush=True)
-    for output in outputs:
-        if output.metrics.acceptance_lengths:
-            break
-    print("             ", end="\r", file=sys.stderr, flush=True)
-
-
-def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_text: bool) -> RequestOutput:
-    """Print what comes as it comes: text or ids."""
-    shown = ""
-    for output in llm.stream(prompt, params):
-        completion = output.outputs[0]
-        text = completion.text if as_text else " ".join(map(str, completion.token_ids))
-        print(text[len(shown) :], end="", flush=True)
-        shown = text
-    return output
 
 
 if __name__ == "__main__":
