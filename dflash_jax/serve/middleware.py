@@ -12,10 +12,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash_jax.serve.args import Limits
 from dflash_jax.serve.protocol import APIError, error_body
+from dflash_jax.serve.routes.page import FILES as PAGE_FILES
 from dflash_jax.serve.streaming import json_response
 
 # What needs no key: whether the server is well, and the page, which asks for one.
-OPEN_PATHS = frozenset({"/", "/page.css", "/page.js", "/health", "/ping", "/version", "/metrics", "/load"})
+OPEN_PATHS = frozenset({*PAGE_FILES, "/health", "/ping", "/version", "/metrics", "/load"})
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 

@@ -61,7 +61,7 @@ def ask(page, text, wait=True):
     turn = page.locator(".turn").nth(turns)
     expect(turn).to_be_visible()
     if wait:
-        expect(page.locator("#go")).to_have_text("Send")
+        expect(page.locator("#go")).to_have_text("Send", timeout=60_000)
     return turn
 
 

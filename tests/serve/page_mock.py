@@ -1,4 +1,4 @@
-"""A scripted server for the page: its three files under the real Content-Security-Policy, and an API that recites."""
+"""A scripted server for the page: its files under the real headers, and an API that recites."""
 
 import asyncio
 import contextlib
@@ -8,19 +8,13 @@ import socket
 import threading
 from dataclasses import dataclass, field
 from itertools import cycle
-from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-PAGE = Path(__file__).parent.parent.parent / "dflash_jax/serve/page"
-CSP = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-    "form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
-)
-TYPES = {"index.html": "text/html; charset=utf-8", "page.css": "text/css", "page.js": "text/javascript"}
+from dflash_jax.serve.routes.page import FILES, FOLDER, HEADERS
 
 TIDES = """The tide is the slow breathing of the sea against the land. Twice a day the water climbs the harbour wall \
 and twice it falls away, because the Moon pulls a little harder on the near side of the Earth than on the far side.
@@ -165,8 +159,8 @@ def event(payload):
 
 
 async def file(request):
-    name = request.path_params.get("name", "index.html")
-    return Response((PAGE / name).read_bytes(), media_type=TYPES[name], headers={"Content-Security-Policy": CSP})
+    name, media_type = FILES[request.url.path]
+    return Response((FOLDER / name).read_bytes(), media_type=media_type, headers=HEADERS)
 
 
 @contextlib.contextmanager
@@ -174,12 +168,11 @@ def serving(mock):
     """The mock on a free port of this machine, in a thread; `mock.url` says where."""
     app = Starlette(
         routes=[
-            Route("/", file),
             Route("/health", mock.health),
             Route("/v1/models", mock.models),
             Route("/v1/chat/completions", mock.generate, methods=["POST"]),
             Route("/v1/completions", mock.generate, methods=["POST"]),
-            Route("/{name}", file),
+            *(Route(path, file) for path in FILES),
         ]
     )
     listener = socket.create_server(("127.0.0.1", 0))

@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent.parent / "page"
 FILES = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
+    **{f"/{name}": (name, "text/javascript") for name in ("page.js", "answer.js", "api.js", "dom.js")},
 }
 # Everything comes from this server, and nothing that a model says can run.
 POLICY = (
