@@ -20,7 +20,7 @@ from statistics import median_low
 
 import numpy as np
 
-SLACK = 0.01  # of the time: by how much rounds may fall behind plain decoding
+SLACK = 0.012  # of the time: by how much rounds may fall behind plain decoding
 LEAD = 4  # of the longest rounds: the most that a batch may lose of what it once gained; luck at batch 1 needs as much
 ALLOWANCE = 0.007  # of the time
 LEAST_LOSS = 0.05  # of a round: what trying a length costs at least, so that none is tried all the time
