@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.config import LayerMask
 from pallas_kernels.masks import visible
+from pallas_kernels.rotary import Rotary, split_heads
 
 
 @jax.tree_util.register_dataclass
@@ -34,17 +35,21 @@ class DenseKVCache:
     def write(
         self,
         layer: int,
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
+        heads: Float[Array, "B T K J H"],
+        rotary: Rotary,
         positions: Int[Array, "B T"],
-    ) -> DenseKVCache:
-        """Store k and v at their positions; positions that are negative or beyond the last slot are skipped."""
+    ) -> tuple[Float[Array, "B T N H"], DenseKVCache]:
+        """Store keys and values at their positions, and give the queries.
+
+        Positions that are negative or beyond the last slot are not stored.
+        """
+        q, k, v = split_heads(heads, rotary)
         slots = self.keys[layer].shape[1]
         where = (jnp.arange(k.shape[0])[:, None], jnp.where(positions < 0, slots, positions))
         keys, values = list(self.keys), list(self.values)
         keys[layer] = keys[layer].at[where].set(k.astype(keys[layer].dtype), mode="drop")
         values[layer] = values[layer].at[where].set(v.astype(values[layer].dtype), mode="drop")
-        return replace(self, keys=keys, values=values)
+        return q, replace(self, keys=keys, values=values)
 
     def attend(
         self,

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import LayerMask
-from pallas_kernels import paged_attention, write_kv
+from pallas_kernels import Rotary, paged_attention, write_kv
 
 
 @jax.tree_util.register_dataclass
@@ -46,21 +46,24 @@ class PagedKVCache:
     def write(
         self,
         layer: int,
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
+        heads: Float[Array, "B T K J H"],
+        rotary: Rotary,
         positions: Int[Array, "B T"],
-    ) -> PagedKVCache:
-        """Store k and v at their positions; negative ones, and those without a page, are skipped."""
+    ) -> tuple[Float[Array, "B T N H"], PagedKVCache]:
+        """Store keys and values at their positions, and give the queries.
+
+        Negative positions, and those without a page, are not stored.
+        """
         table = self.tables[self.group_of[layer]]
         page_size = self.keys[layer].shape[2]
         page = jnp.take_along_axis(table, jnp.maximum(positions, 0) // page_size, axis=1, mode="fill", fill_value=-1)
         slots = jnp.where((positions < 0) | (page < 0), -1, page * page_size + positions % page_size)
         pool, token, head = PartitionSpec(None, "tp"), PartitionSpec(None, None, "tp"), PartitionSpec("tp")
-        specs = (pool, pool, token, token, PartitionSpec(), head, head)
-        write = self._per_device(_write, specs, (pool, pool), layer)
+        specs = (pool, pool, token, PartitionSpec(), PartitionSpec(), head, head)
+        write = self._per_device(_write, specs, (token, pool, pool), layer)
         keys, values = list(self.keys), list(self.values)
-        keys[layer], values[layer] = write(keys[layer], values[layer], k, v, slots, *self._scales(layer))
-        return replace(self, keys=keys, values=values)
+        q, keys[layer], values[layer] = write(keys[layer], values[layer], heads, slots, rotary, *self._scales(layer))
+        return q, replace(self, keys=keys, values=values)
 
     @jax.named_scope("paged_attention")
     def attend(
@@ -95,8 +98,8 @@ class PagedKVCache:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _write(k_pages, v_pages, k, v, slots, k_scale, v_scale):
-    return write_kv(k_pages, v_pages, k, v, slots, k_scale=k_scale, v_scale=v_scale)
+def _write(k_pages, v_pages, heads, slots, rotary, k_scale, v_scale):
+    return write_kv(k_pages, v_pages, heads, slots, rotary, k_scale=k_scale, v_scale=v_scale)
 
 
 def _attention(q, k_pages, v_pages, table, kv_length, q_length, valid_from, k_scale, v_scale, *, mask: LayerMask):

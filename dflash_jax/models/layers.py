@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig, LayerMask, RopeConfig
 from dflash_jax.models.tables import attention_table, declare, mlp_table, norms_table
+from pallas_kernels.rotary import Rotary, rms_norm
 
 
 @runtime_checkable
@@ -27,11 +28,18 @@ class KVCache(Protocol):
     def write(
         self,
         layer: int,
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
+        heads: Float[Array, "B T K J H"],
+        rotary: Rotary,
         positions: Int[Array, "B T"],
-    ) -> KVCache:
-        """Store k and v at their absolute positions; a negative position is skipped."""
+    ) -> tuple[Float[Array, "B T N H"], KVCache]:
+        """Store keys and values at their absolute positions, and give the queries; negative positions are not stored.
+
+        Args:
+            layer: whose they are.
+            heads: as projected: of each kv head, side by side, its J - 2 query heads, its key and its value.
+            rotary: what is done to queries and keys first.
+            positions: of the tokens.
+        """
         ...
 
     def attend(
@@ -54,13 +62,6 @@ def project(x: Float[Array, "B T I"], weight: Array, bias: Array | None = None) 
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     out = lax.dot_general(x, weight, (((2,), (weight.ndim - 1,)), ((), ())), precision=precision)
     return out if bias is None else out + bias
-
-
-def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
-    """Root-mean-square norm over the last axis, computed in float32."""
-    wide = x.astype(jnp.float32)
-    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return weight * scaled.astype(x.dtype)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
@@ -110,13 +111,6 @@ def rope_tables(config: DecoderConfig, positions: Int[Array, "B T"]) -> Rope:
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(x: Float[Array, "B T N H"], rope: Rope) -> Float[Array, "B T N H"]:
-    """Rotary embedding over the whole head, halves paired (Hugging Face's order)."""
-    cos, sin = (table[:, :, None, :] for table in rope)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
 class Attention(nn.Module):
     """Projections of one attention block; the attention itself is the cache's."""
 
@@ -128,28 +122,19 @@ class Attention(nn.Module):
     def _project(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T K J H"]:
         return project(x, self.weights[name], self.weights.get(f"{name}_bias"))
 
-    def _positioned(self, x: Float[Array, "B T N H"], norm: str, rope: Rope) -> Float[Array, "B T N H"]:
-        weight = self.weights.get(norm)
-        return rotate(x if weight is None else rms_norm(x, weight, self.config.rms_norm_eps), rope)
-
-    def queries_keys_values(
-        self, x: Float[Array, "B T D"], rope: Rope
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Normed and rotated queries and keys, and values."""
+    def heads(self, x: Float[Array, "B T D"]) -> Float[Array, "B T K J H"]:
+        """Of each kv head, side by side, its query heads, its key and its value; before norm and RoPE."""
         if "qkv_proj" in self.weights:
-            heads = self._project("qkv_proj", x)
-            q, k, v = heads[..., :-2, :], self._positioned(heads[..., -2, :], "k_norm", rope), heads[..., -1, :]
-        else:
-            q, (k, v) = self._project("q_proj", x), self.keys_values(x, rope)
-        q = q.reshape(*x.shape[:2], self.config.num_attention_heads, self.config.head_dim)
-        return self._positioned(q, "q_norm", rope), k, v
+            return self._project("qkv_proj", x)
+        return jnp.concatenate([self._project("q_proj", x), self.keys_values(x)], axis=-2)
 
-    def keys_values(
-        self, x: Float[Array, "B T D"], rope: Rope
-    ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Normed and rotated keys, and values; of a drafter, whose queries have weights of their own."""
-        heads = self._project("kv_proj", x)
-        return self._positioned(heads[..., 0, :], "k_norm", rope), heads[..., 1, :]
+    def keys_values(self, x: Float[Array, "B T D"]) -> Float[Array, "B T K 2 H"]:
+        """The same without queries; of a drafter, whose queries have weights of their own."""
+        return self._project("kv_proj", x)
+
+    def rotary(self, rope: Rope) -> Rotary:
+        """What `heads` still lack before they are attended with."""
+        return Rotary(*rope, self.weights.get("q_norm"), self.weights.get("k_norm"), self.config.rms_norm_eps)
 
     def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """The output projection."""
@@ -194,9 +179,8 @@ class DecoderLayer(nn.Module):
         cache: KVCache,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         eps = self.config.rms_norm_eps
-        h = rms_norm(x, self.norms["input_layernorm"], eps)
-        q, k, v = self.self_attn.queries_keys_values(h, rope)
-        cache = cache.write(self.index, k, v, positions)
+        heads = self.self_attn.heads(rms_norm(x, self.norms["input_layernorm"], eps))
+        q, cache = cache.write(self.index, heads, self.self_attn.rotary(rope), positions)
         x = x + self.self_attn.output(cache.attend(self.index, q, positions, kv_length, self.config.layers[self.index]))
         h = rms_norm(x, self.norms["post_attention_layernorm"], eps)
         return x + self.mlp(h), cache
@@ -205,5 +189,5 @@ class DecoderLayer(nn.Module):
         self, context: Float[Array, "B T D"], rope: Rope, positions: Int[Array, "B T"], cache: KVCache
     ) -> KVCache:
         """Keys and values of context features (drafter layers only): no input norm, no MLP."""
-        k, v = self.self_attn.keys_values(context, rope)
-        return cache.write(self.index, k, v, positions)
+        heads = self.self_attn.keys_values(context)
+        return cache.write(self.index, heads, self.self_attn.rotary(rope), positions)[1]

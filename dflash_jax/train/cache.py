@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.cache.dense import attention
 from dflash_jax.config import LayerMask
 from pallas_kernels.masks import visible
+from pallas_kernels.rotary import Rotary, split_heads
 
 CUDNN_HEAD_DIM = 256  # the largest that cuDNN's fused attention takes on Hopper
 
@@ -35,12 +36,13 @@ class SequenceCache:
     def write(
         self,
         layer: int,
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
+        heads: Float[Array, "B T K J H"],
+        rotary: Rotary,
         positions: Int[Array, "B T"],
-    ) -> SequenceCache:
-        """Keep k and v of every position."""
-        return replace(self, keys={**self.keys, layer: k}, values={**self.values, layer: v})
+    ) -> tuple[Float[Array, "B T N H"], SequenceCache]:
+        """Keep keys and values of every position and give the queries."""
+        q, k, v = split_heads(heads, rotary)
+        return q, replace(self, keys={**self.keys, layer: k}, values={**self.values, layer: v})
 
     def attend(
         self,
@@ -83,12 +85,13 @@ class PackedBlocks:
     def write(
         self,
         layer: int,
-        k: Float[Array, "B Q K H"],
-        v: Float[Array, "B Q K H"],
+        heads: Float[Array, "B Q K J H"],
+        rotary: Rotary,
         positions: Int[Array, "B Q"],
-    ) -> PackedBlocks:
-        """Keep k and v of the blocks' own rows."""
-        return replace(self, own=self.own.write(layer, k, v, positions))
+    ) -> tuple[Float[Array, "B Q N H"], PackedBlocks]:
+        """Keep keys and values of the blocks' own rows and give their queries."""
+        q, own = self.own.write(layer, heads, rotary, positions)
+        return q, replace(self, own=own)
 
     def attend(
         self,

@@ -1,4 +1,4 @@
-"""``python -m pallas_kernels.write_kv.bench``: microseconds of a page write, norm and RoPE of the keys too or not."""
+"""``python -m pallas_kernels.write_kv.bench``: microseconds from a layer's projected heads to its queries and pages."""
 
 from __future__ import annotations
 
@@ -10,71 +10,72 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from pallas_kernels import timing
+from pallas_kernels import Rotary, timing
 
 K, H, PAGE, PAGES = 8, 128, 64, 1024
 LAYERS = 36  # as many as the model has: with few, the host's dispatch of a program is what one would measure
 DTYPES = {"bf16": jnp.bfloat16, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
-def normed_and_rotated(k: jax.Array, weight: jax.Array, angle: jax.Array) -> jax.Array:
-    """Keys as a layer computes them before the write: RMS norm over H, then RoPE at ``angle`` [B, T, H / 2]."""
-    x = k.astype(jnp.float32)
-    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight
-    left, right = jnp.split(x, 2, axis=-1)
-    cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(k.dtype)
+def program(implementation: Any) -> Any:
+    """Norm, RoPE and writes of ``LAYERS`` layers, pools donated; gives all queries and pools."""
 
-
-def program(implementation: Any, rotate: bool) -> Any:
-    """The writes of ``LAYERS`` layers, pools donated; with ``rotate`` the keys are normed and rotated first."""
-
-    def run(pools: Any, k: Any, v: Any, slots: Any, weight: Any, angle: Any) -> Any:
-        out = []
-        for i, (k_pages, v_pages) in enumerate(pools):
-            keys = normed_and_rotated(k[i], weight, angle) if rotate else k[i]
-            out.append(pallas_kernels.write_kv(k_pages, v_pages, keys, v[i], slots, implementation=implementation))
-        return out
+    def run(pools: Any, heads: Any, slots: Any, rotary: Any) -> Any:
+        layers = [
+            pallas_kernels.write_kv(k_pages, v_pages, x, slots, rotary, implementation=implementation)
+            for (k_pages, v_pages), x in zip(pools, heads, strict=True)
+        ]
+        return [pages for _, *pages in layers], [q for q, *_ in layers]
 
     return jax.jit(run, donate_argnums=0)
 
 
-def measure(batch: int, tokens: int, name: str, implementation: str, rotate: bool) -> dict[str, Any]:
-    """One row. Every layer has its own keys and pools, so that the writes do not stay in L2."""
+def measure(batch: int, tokens: int, group: int, name: str, implementation: str) -> dict[str, Any]:
+    """One row. Every layer has its own heads and pools, so that they do not stay in L2."""
     rng = np.random.default_rng(0)
     slots = jnp.asarray(rng.permutation(PAGES * PAGE)[: batch * tokens].reshape(batch, tokens), jnp.int32)
-    new = jax.random.normal(jax.random.key(0), (2, LAYERS, batch, tokens, K, H), jnp.bfloat16)
-    k, v = list(new[0]), list(new[1])
-    pools = [tuple(jnp.ones((PAGES, K, PAGE, H), DTYPES[name]) for _ in "kv") for _ in range(LAYERS)]
+    heads = list(jax.random.normal(jax.random.key(0), (LAYERS, batch, tokens, K, group + 2, H), jnp.bfloat16))
+    pools = [[jnp.ones((PAGES, K, PAGE, H), DTYPES[name]) for _ in "kv"] for _ in range(LAYERS)]
     angle = jax.random.uniform(jax.random.key(1), (batch, tokens, H // 2), jnp.float32)
-    rest = (k, v, slots, jnp.ones((H,), jnp.float32), angle)
-    compiled = program(implementation, rotate).lower(pools, *rest).compile()
+    weight = jnp.ones((H,), jnp.bfloat16)
+    rest = (heads, slots, Rotary(jnp.cos(angle), jnp.sin(angle), weight, weight))
+    compiled = program(implementation).lower(pools, *rest).compile()
     state = {"pools": pools}
 
     def again() -> Any:
-        state["pools"] = compiled(state["pools"], *rest)
-        return state["pools"]
+        state["pools"], queries = compiled(state["pools"], *rest)
+        return state["pools"], queries
 
     time = timing.seconds(again, (), LAYERS, budget=0.05)
-    size = new[:, 0].size * (2 + jnp.dtype(DTYPES[name]).itemsize)
-    row = {"batch": batch, "tokens": tokens, "dtype": name, "implementation": implementation, "norm+rope": rotate}
-    return row | {"us": round(time * 1e6, 2), "GB/s": round(size / time / 1e9)}
+    row = batch * tokens * K * H
+    size = row * ((2 * group + 2) * heads[0].dtype.itemsize + 2 * jnp.dtype(DTYPES[name]).itemsize)
+    return {
+        "batch": batch,
+        "tokens": tokens,
+        "query heads a kv head": group,
+        "pages": name,
+        "implementation": implementation,
+        "us": round(time * 1e6, 2),
+        "GB/s": round(size / time / 1e9),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16])
-    parser.add_argument("--dtypes", nargs="+", default=["bf16", "e4m3"], choices=list(DTYPES))
+    parser.add_argument("--groups", nargs="+", type=int, default=[4, 0], help="query heads of each kv head")
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "e4m3"], choices=list(DTYPES), help="of the pages")
     parser.add_argument("--json", default="write_kv.json", help="where the rows go")
     args = parser.parse_args()
     rows = []
     for batch in args.batches:
         for tokens in args.tokens:
-            for name in args.dtypes:
-                for implementation, rotate in (("reference", False), ("triton", False), ("triton", True)):
-                    rows.append(measure(batch, tokens, name, implementation, rotate))
-                    print(" ".join(f"{x}" for x in rows[-1].values()), flush=True)
+            for group in args.groups:
+                for name in args.dtypes:
+                    for implementation in ("reference", "triton"):
+                        rows.append(measure(batch, tokens, group, name, implementation))
+                        print(" ".join(f"{x}" for x in rows[-1].values()), flush=True)
     timing.save(args.json, rows)
     print(timing.table(rows))
 

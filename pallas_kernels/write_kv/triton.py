@@ -1,8 +1,10 @@
-"""Writing keys and values into pages on Pallas' Triton backend: one program a token, pools aliased in and out."""
+"""The page write on Pallas' Triton backend: one program a token and kv head, pools aliased in and out.
+
+RoPE pairs element h of a head with element h + H / 2, so the two halves of a head are loaded, turned and stored apart.
+"""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
+from pallas_kernels.rotary import Rotary
 
 _GIB = 1 << 30
 
@@ -32,53 +35,98 @@ def refusal(k_pages: jax.Array) -> str | None:
 def write_kv(
     k_pages: Float[Array, "P K S H"],
     v_pages: Float[Array, "P K S H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
+    heads: Float[Array, "T K J H"],
     slots: Int[Array, " T"],
+    rotary: Rotary | None,
     k_scale: Float[Array, " K"],
     v_scale: Float[Array, " K"],
     *,
     interpret: bool = False,
-    num_warps: int = 4,
-) -> tuple[Float[Array, "P K S H"], Float[Array, "P K S H"]]:
+    num_warps: int = 1,
+) -> tuple[Float[Array, "T N H"], Float[Array, "P K S H"], Float[Array, "P K S H"]]:
     """See ``pallas_kernels.write_kv``."""
     if reason := refusal(k_pages):
         raise NotImplementedError(reason)
-    if slots.shape[0] == 0:
-        return k_pages, v_pages
-    inputs = _compat.vary_alike(k_pages, v_pages, k, v, slots, k_scale, v_scale)
-    return tuple(
-        _compat.triton_call(
-            functools.partial(_write, heads=k_pages.shape[1], page_size=k_pages.shape[2]),
-            grid=(slots.shape[0],),
-            out_shape=[_compat.out_like(k_pages.shape, k_pages.dtype, inputs[0])] * 2,
-            aliases={0: 0, 1: 1},
-            num_warps=num_warps,
-            num_stages=1,
-            interpret=interpret,
-            name="write_kv",
-        )(*inputs)
-    )
+    T, K, J, H = heads.shape
+    shape = (T, K * (J - 2), H)
+    if T == 0:
+        return heads.reshape(shape), k_pages, v_pages
+    leaves, tree = jax.tree.flatten((k_pages, v_pages, heads, slots, rotary, k_scale, v_scale))
+    operands = _compat.vary_alike(*leaves)
+    pool = _compat.out_like(k_pages.shape, k_pages.dtype, operands[0])
+    queries = _compat.out_like(shape, heads.dtype, operands[0])
+    k_pages, v_pages, *found = _compat.triton_call(
+        _write,
+        grid=(T, K),
+        out_shape=[pool, pool] + [queries] * (J > 2),
+        aliases={0: 0, 1: 1},
+        num_warps=num_warps,
+        num_stages=1,
+        interpret=interpret,
+        name="write_kv",
+    )(*jax.tree.unflatten(tree, operands))
+    return found[0] if found else heads[:, :, :0].reshape(shape), k_pages, v_pages
 
 
 def _write(
-    k_in: Any, v_in: Any, k: Any, v: Any, slots: Any, k_scale: Any, v_scale: Any, k_pages: Any, v_pages: Any,
-    *, heads: int, page_size: int,
+    k_in: Any, v_in: Any, heads: Any, slots: Any, rotary: Any, k_scale: Any, v_scale: Any,
+    k_pages: Any, v_pages: Any, *queries: Any,
 ) -> None:  # fmt: skip
-    """One program: one token, all its kv heads."""
+    """One program: one token's heads of one kv head. ``rotary`` is a Rotary of references."""
     del k_in, v_in  # the same memory as the outputs
-    token = pl.program_id(0)
+    token, head = pl.program_id(0), pl.program_id(1)
+    R, S, half = heads.shape[2] - 2, k_pages.shape[2], heads.shape[3] // 2
+    halves = pl.ds(0, half), pl.ds(half, half)
     slot = slots[token]
-    head = jnp.arange(pl.next_power_of_2(heads), dtype=jnp.int32)
-    real = head < heads
+    q_norm, k_norm = (None, None) if rotary is None else (rotary.q_norm, rotary.k_norm)
+    k = _positioned([heads[token, head, R, h] for h in halves], k_norm, rotary, token)
+    v = [heads[token, head, R + 1, h] for h in halves]
+
+    if queries:
+        row = jnp.arange(pl.next_power_of_2(R), dtype=jnp.int32)
+        real = (row < R)[:, None]
+        q = [pltriton.load(x, mask=real, other=0.0) for x in _half_rows(heads, token, head, row)]
+        q = _positioned(q, q_norm, rotary, token)
+        for x, target in zip(q, _half_rows(queries[0], token, head * R + row), strict=True):
+            pltriton.store(target, x, mask=real)
+
+    # All loads stand before the branch: none of them waits for the slot's.
+    k, v = _quantised(k, k_scale[head], k_pages.dtype), _quantised(v, v_scale[head], v_pages.dtype)
 
     @pl.when(slot >= 0)
     def _():
-        for source, scale, target in ((k, k_scale, k_pages), (v, v_scale, v_pages)):
-            limit = _compat.max_finite(target.dtype)
-            x = pltriton.load(
-                source.at[_compat.row_index(token, head, source.shape[-1])], mask=real[:, None], other=0.0
-            ).astype(jnp.float32)
-            x = x / pltriton.load(scale.at[head], mask=real, other=1.0)[:, None]
-            where = target.at[_compat.row_index(slot // page_size, head, slot % page_size, target.shape[-1])]
-            pltriton.store(where, jnp.clip(x, -limit, limit).astype(target.dtype), mask=real[:, None])
+        for h, k_half, v_half in zip(halves, k, v, strict=True):
+            k_pages[slot // S, head, slot % S, h] = k_half
+            v_pages[slot // S, head, slot % S, h] = v_half
+
+
+def _half_rows(ref: Any, *index: Any) -> list[Any]:
+    """The left and the right halves of rows."""
+    half = ref.shape[-1] // 2
+    *rows, column = _compat.row_index(*index, half)
+    return [ref.at[*rows, column + start] for start in (0, half)]
+
+
+def _quantised(x: list[jax.Array], scale: Any, dtype: Any) -> list[jax.Array]:
+    limit = _compat.max_finite(dtype)
+    return [jnp.clip(half.astype(jnp.float32) / scale, -limit, limit).astype(dtype) for half in x]
+
+
+def _positioned(x: list[jax.Array], norm: Any, rotary: Any, token: Any) -> list[jax.Array]:
+    """Halves of heads [.., H / 2] after norm and RoPE, rounded where ``split_heads`` rounds."""
+    if rotary is None:
+        return x
+    dtype, half = x[0].dtype, x[0].shape[-1]
+    left, right = (y.astype(jnp.float32) for y in x)
+    if norm is not None:
+        squares = jnp.sum(left * left + right * right, axis=-1, keepdims=True)
+        scale = jax.lax.rsqrt(squares / (2 * half) + rotary.eps)
+
+        def normed(y: jax.Array, start: int) -> jax.Array:
+            weight = norm[pl.ds(start, half)]
+            weighted = weight.astype(jnp.float32) * (y * scale).astype(dtype).astype(jnp.float32)
+            return weighted.astype(jnp.promote_types(weight.dtype, dtype)).astype(jnp.float32)
+
+        left, right = normed(left, 0), normed(right, half)
+    cos, sin = rotary.cos[token], rotary.sin[token]
+    return [(left * cos - right * sin).astype(dtype), (right * cos + left * sin).astype(dtype)]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_attention, write_kv
+from pallas_kernels import Rotary, paged_attention, write_kv
 from tests.kernels.cases import BF16, PAGE_DTYPES, cuda_lowering
 from tests.kernels.conftest import ATTENTION, ON_GPU
 
@@ -18,14 +18,17 @@ B, T, N, K, S, H, M, P = 2, 4, 8, 2, 64, 128, 3, 11
 LAYERS = 2
 
 
-def step(pools, q, k, v, slots, page_table, kv_length, *, attention, write, interpret):
+def step(pools, heads, slots, rotary, page_table, kv_length, *, attention, write, interpret):
     """Two layers of write-then-attend, as a target step does."""
-    out, written = q, []
+    written, out = [], 0.0
     for k_pages, v_pages in pools:
-        pages = write_kv(k_pages, v_pages, k, v, slots, implementation=write, interpret=interpret and write == "triton")
+        q, *pages = write_kv(
+            k_pages, v_pages, heads, slots, rotary,
+            implementation=write, interpret=interpret and write == "triton",
+        )  # fmt: skip
         written.append(pages)
         out = paged_attention(
-            out, *pages, page_table, kv_length,
+            q + out, *pages, page_table, kv_length,
             implementation=attention, interpret=interpret and attention == "triton",
         )  # fmt: skip
     return written, out
@@ -42,7 +45,9 @@ def operands(dtype):
     kv_length = jnp.array([100, 70], jnp.int32)
     position = kv_length[:, None] - T + jnp.arange(T, dtype=jnp.int32)[None]
     slots = jnp.take_along_axis(page_table, position // S, axis=1) * S + position % S
-    return pools, normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, H), slots, page_table, kv_length
+    angles = position[..., None] / 1e4 ** (jnp.arange(H // 2) / (H // 2))
+    rotary = Rotary(jnp.cos(angles), jnp.sin(angles), normal(H), normal(H))
+    return pools, normal(B, T, K, N // K + 2, H), slots, rotary, page_table, kv_length
 
 
 def pool_copies(hlo: str, dtype) -> list[str]:
@@ -87,9 +92,8 @@ def test_the_copy_test_sees_a_copy(dtype):
 
 
 def test_the_write_aliases_its_pools_for_cuda():
-    arguments = operands(BF16)
-    pools, _, k, v, slots, _, _ = arguments
-    text = cuda_lowering(lambda a, b, *rest: write_kv(a, b, *rest, implementation="triton"), *pools[0], k, v, slots)
+    pools, heads, slots, rotary, _, _ = operands(BF16)
+    text = cuda_lowering(functools.partial(write_kv, implementation="triton"), *pools[0], heads, slots, rotary)
     call = next(line for line in text.splitlines() if "xla.gpu.triton" in line)
     assert call.count("output_operand_alias<") == 2
     for i in (0, 1):
@@ -99,10 +103,13 @@ def test_the_write_aliases_its_pools_for_cuda():
 @pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=lambda d: jnp.dtype(d).name)
 def test_interpreted_kernels_chain_as_the_reference_does(dtype):
     attention, write = ("triton", "triton")
-    found = jax.jit(functools.partial(step, attention=attention, write=write, interpret=not ON_GPU))(*operands(dtype))
-    expected = jax.jit(functools.partial(step, attention="reference", write="reference", interpret=False))(
-        *operands(dtype)
-    )
+
+    def run(**how):
+        as_written = {"xla_allow_excess_precision": False}  # every rounding to bfloat16
+        return jax.jit(functools.partial(step, **how), compiler_options=as_written)(*operands(dtype))
+
+    found = run(attention=attention, write=write, interpret=not ON_GPU)
+    expected = run(attention="reference", write="reference", interpret=False)
     for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(expected[0]), strict=True):
-        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+        assert np.sum(np.asarray(x) != np.asarray(y)) <= 0.01 * B * T * K * H  # sums in another order move a few
     np.testing.assert_allclose(np.asarray(found[1], np.float32), np.asarray(expected[1], np.float32), atol=0.02)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 
 import pallas_kernels
-from pallas_kernels import _compat, paged_attention, write_kv
+from pallas_kernels import Rotary, _compat, paged_attention, write_kv
 from tests.kernels.cases import BF16, E4M3, PAGE_DTYPES, cuda_lowering
 
 TARGETS = {"triton": "xla.gpu.triton", "mosaic": "mosaic_gpu"}
@@ -49,13 +49,37 @@ def test_attention_lowers(implementation, shape, dtype):
         assert TARGETS[implementation] in cuda_lowering(f, *arguments(*SHAPES[shape], dtype))
 
 
-@pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=lambda d: jnp.dtype(d).name)
-def test_write_lowers(dtype):
+def write_arguments(shape, group, dtype, norms=True, rotary=True):
+    """Of a page write of [B, T] tokens into pools of 8 kv heads."""
+    struct = jax.ShapeDtypeStruct
     _, pool, _, _, _ = arguments(1, 32, 8, 128, dtype)
-    new = jax.ShapeDtypeStruct((64, 16, 8, 128), BF16)
-    slots = jax.ShapeDtypeStruct((64, 16), jnp.int32)
-    text = cuda_lowering(functools.partial(write_kv, implementation="triton"), pool, pool, new, new, slots)
-    assert "xla.gpu.triton" in text
+    table, weight = struct((*shape, 64), jnp.float32), struct((128,), BF16) if norms else None
+    heads, slots = struct((*shape, 8, group + 2, 128), BF16), struct(shape, jnp.int32)
+    return pool, pool, heads, slots, Rotary(table, table, weight, weight) if rotary else None
+
+
+@pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize("group", [0, 1, 4, 5, 8])
+def test_write_lowers(dtype, group):
+    f = functools.partial(write_kv, implementation="triton")
+    for options in ({}, {"norms": False}, {"rotary": False}):
+        assert "xla.gpu.triton" in cuda_lowering(f, *write_arguments((64, 16), group, dtype, **options))
+    assert "xla.gpu.triton" in cuda_lowering(f, *write_arguments((1, 8192), group, dtype))
+
+
+@pytest.mark.parametrize("group", [0, 4])
+def test_sharded_write_knows_what_varies(group):
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices")
+    heads, pages = Spec(None, None, "tp"), Spec(None, "tp")
+    sharded = jax.shard_map(
+        functools.partial(write_kv, implementation="triton"),
+        mesh=Mesh(jax.devices()[:4], ("tp",)),
+        in_specs=(pages, pages, heads, Spec(), Spec()),
+        out_specs=(heads, pages, pages),
+    )
+    traced = jax.jit(sharded).trace(*write_arguments((4, 16), group, E4M3))
+    assert "xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_no_warning_reaches_the_user():

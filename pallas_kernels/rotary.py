@@ -1,0 +1,67 @@
+"""What happens to a layer's heads between projection and attention: the one definition, plain jnp and differentiable.
+
+Projections that read the same input are one array, so a layer's heads come as ``[.., K, J, H]``: of each kv head, side
+by side, its J - 2 query heads, its key and its value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rotary:
+    """What turns projected queries and keys into those of the attention: RMS norm of each head, then RoPE.
+
+    Attributes:
+        cos: cosines of each token's angles, float32.
+        sin: their sines.
+        q_norm: weights of the queries' norm; None norms nothing.
+        k_norm: the same of the keys.
+        eps: of both norms.
+    """
+
+    cos: Float[Array, "*T H2"]
+    sin: Float[Array, "*T H2"]
+    q_norm: Float[Array, " H"] | None = None
+    k_norm: Float[Array, " H"] | None = None
+    eps: float = field(default=1e-6, metadata={"static": True})
+
+
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
+    """Root-mean-square norm over the last axis, computed in float32."""
+    wide = x.astype(jnp.float32)
+    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * scaled.astype(x.dtype)
+
+
+def rotate(x: Float[Array, "*T N H"], cos: Float[Array, "*T H2"], sin: Float[Array, "*T H2"]) -> Float[Array, "*T N H"]:
+    """Rotary embedding over the whole head, in float32, halves paired (Hugging Face's order)."""
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def split_heads(
+    heads: Float[Array, "*T K J H"], rotary: Rotary | None
+) -> tuple[Float[Array, "*T N H"], Float[Array, "*T K H"], Float[Array, "*T K H"]]:
+    """Queries and keys, normed and rotated, and values as they are; N = K * (J - 2), those of a kv head side by side.
+
+    Where ``rotary`` is None, queries and keys are left as they are, too.
+    """
+    *tokens, K, J, H = heads.shape
+    q, k, v = heads[..., :-2, :].reshape(*tokens, K * (J - 2), H), heads[..., -2, :], heads[..., -1, :]
+    if rotary is None:
+        return q, k, v
+
+    def positioned(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+        normed = x if weight is None else rms_norm(x, weight, rotary.eps)
+        return rotate(normed, rotary.cos, rotary.sin).astype(heads.dtype)
+
+    return positioned(q, rotary.q_norm), positioned(k, rotary.k_norm), v
