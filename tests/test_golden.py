@@ -85,5 +85,5 @@ def test_sharded_over_four_devices():
     cases = golden_cases(name)
     llm = golden_llm(name, tensor_parallel_size=4, max_num_seqs=2)
     weight = llm.engine.target.params["layers_0"]["mlp"]["gate_up_proj"]
-    assert {shard.data.shape[1] for shard in weight.addressable_shards} == {weight.shape[1] // 4}
+    assert {shard.data.shape[0] for shard in weight.addressable_shards} == {weight.shape[0] // 4}
     assert_matches_reference(llm.generate([prompt(*case["input_ids"]) for case in cases], greedy(80)), cases)

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dflash_jax.errors import ConfigError
 
-SPLIT = ("N", "K", "F", "V")  # query heads, kv heads, mlp width, vocabulary
+SPLIT = ("N", "K", "E", "F", "V")  # query heads, kv heads, parts of the mlp width, all of it, vocabulary
 Tree = TypeVar("Tree")
 
 

@@ -57,10 +57,15 @@ class KVCache(Protocol):
 Rope = tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]
 
 
-def project(x: Float[Array, "B T I"], weight: Array, bias: Array | None = None) -> Array:
-    """X @ weight.T for a weight [..., I], giving x's dtype; float32 stays float32 on every device (no TF32)."""
+def project(x: Float[Array, "B T X"], weight: Array, bias: Array | None = None) -> Array:
+    """X @ weight.T for a weight [..., I], giving x's dtype; float32 stays float32 on every device (no TF32).
+
+    The product is of two matrices: given more dimensions, XLA transposes the weight in memory first, on CPUs.
+    """
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    out = lax.dot_general(x, weight, (((2,), (weight.ndim - 1,)), ((), ())), precision=precision)
+    *outer, width = weight.shape
+    rows, matrix = x.reshape(-1, x.shape[-1]), weight.reshape(-1, width)
+    out = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), precision=precision).reshape(*x.shape[:-1], *outer)
     return out if bias is None else out + bias
 
 
@@ -155,8 +160,9 @@ class MLP(nn.Module):
         return project(x, self.weights[name], self.weights.get(f"{name}_bias"))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate_up = self._linear("gate_up_proj", x)
-        return self._linear("down_proj", jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :])
+        gate_up = self._linear("gate_up_proj", x)  # [B, T, E, 2, I]
+        hidden = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+        return self._linear("down_proj", hidden.reshape(*x.shape[:-1], -1))
 
 
 class DecoderLayer(nn.Module):

@@ -4,6 +4,7 @@ A table maps a tensor's name in the checkpoint to its axes, written in the proje
 
     V vocabulary · U draft vocabulary · D model width · C concatenated taps · F mlp width
     N query heads · K kv heads · H head size · R query heads of a kv head · J tensors side by side
+    E equal parts of the mlp width · I rows of such a part
 
 Axes in parentheses are one axis in the checkpoint and several in our arrays: `"D (N H)"` is stored as
 [D, N*H] and held as [D, N, H]. Our arrays keep the checkpoint's order [out, in], which is the K-major operand
@@ -11,7 +12,8 @@ that the tensor cores want, so loading a tensor is a reshape of the mapped file 
 
 Projections of the same input are one array, so that one matrix product reads them: `FUSED`. Those of the heads lie
 side by side within each kv head, as "(K R H) D" for queries and "(K 1 H) D" for keys and values become [K, J, H, D]
-with J = R + 2, so that devices which share the kv heads hold whole groups of heads.
+with J = R + 2, so that devices which share the kv heads hold whole groups of heads; those of the mlp within each of E
+parts. The letter that devices may share comes first, so that such an array is one matrix [rows, D] on each of them.
 
 The same table declares the Flax parameters (`declare`), tells the loader what must be in the files and the exporter
 what to write (`parameters_of`), and gives each array its sharding (`Parameter.axes`).
@@ -39,6 +41,8 @@ FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "target": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
     "draft": {"kv_proj": ("k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
 }
+
+MOST_PARTS = 16  # of the mlp width: as many devices can share it
 
 # Tensors that checkpoints carry and no model of ours needs.
 IGNORED_TENSORS = re.compile(
@@ -76,9 +80,9 @@ def attention_table(config: DecoderConfig) -> Table:
 
 def mlp_table(config: DecoderConfig) -> Table:
     """Tensors of one SwiGLU block."""
-    table = {"gate_proj.weight": "(1 F) D", "up_proj.weight": "(1 F) D", "down_proj.weight": "D F"}
+    table = {"gate_proj.weight": "(E 1 I) D", "up_proj.weight": "(E 1 I) D", "down_proj.weight": "D F"}
     if config.mlp_bias:
-        table |= {"gate_proj.bias": "(1 F)", "up_proj.bias": "(1 F)", "down_proj.bias": "D"}
+        table |= {"gate_proj.bias": "(E 1 I)", "up_proj.bias": "(E 1 I)", "down_proj.bias": "D"}
     return table
 
 
@@ -116,6 +120,7 @@ def kv_scale_names(config: TargetConfig | DraftConfig, layer: int, x: str) -> li
 
 def sizes(config: DecoderConfig) -> dict[str, int]:
     """The number behind each letter."""
+    parts = math.gcd(config.intermediate_size, MOST_PARTS)
     letters = {
         "V": config.vocab_size,
         "D": config.hidden_size,
@@ -125,6 +130,8 @@ def sizes(config: DecoderConfig) -> dict[str, int]:
         "H": config.head_dim,
         "R": config.num_attention_heads // config.num_key_value_heads,
         "1": 1,
+        "E": parts,
+        "I": config.intermediate_size // parts,
     }
     if isinstance(config, DraftConfig):
         letters["U"] = config.draft_vocab_size or config.vocab_size

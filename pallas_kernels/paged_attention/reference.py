@@ -15,27 +15,26 @@ def paged_attention(args: Arguments) -> Float[Array, "B T N H"]:
     """Gathers each sequence's pages and attends in float32; see ``pallas_kernels.paged_attention``."""
     B, T, N, H = args.q.shape
     P, K, S, _ = args.k_pages.shape
-    keys = args.page_table.shape[1] * S
+    keys, rows = args.page_table.shape[1] * S, N // K * T  # r: a kv head's query heads, tokens innermost
     pages = jnp.clip(args.page_table, 0, P - 1)
 
-    def gather(pool: jax.Array, scale: jax.Array) -> jax.Array:
-        rows = jnp.swapaxes(pool[pages], 1, 2).reshape(B, K, keys, H).astype(jnp.float32)
-        return rows * scale[None, :, None, None]
+    def gather(pool: jax.Array) -> jax.Array:
+        return jnp.swapaxes(pool[pages], 1, 2).reshape(B, K, keys, H).astype(jnp.float32)
 
     seen = _seen(args, keys)  # [B, T, keys]
-    # What no query sees may be anything, NaN too: it must not reach a product, where 0 * NaN is NaN.
-    somebody = jnp.any(seen, axis=1)[:, None, :, None]
-    k = jnp.where(somebody, gather(args.k_pages, args.k_scale), 0)
-    v = jnp.where(somebody, gather(args.v_pages, args.v_scale), 0)
+    # What no query sees may be anything, NaN too: it must not reach this product, where 0 * NaN is NaN.
+    v = jnp.where(jnp.any(seen, axis=1)[:, None, :, None], gather(args.v_pages), 0)
 
-    q = args.q.astype(jnp.float32).reshape(B, T, K, N // K, H) * args.scale
-    scores = jnp.einsum("BTKGH,BKsH->BKGTs", q, k, precision=lax.Precision.HIGHEST)
-    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    q = args.q.astype(jnp.float32).reshape(B, T, K, N // K, H) * (args.scale * args.k_scale[:, None, None])
+    q = q.transpose(0, 2, 3, 1, 4).reshape(B, K, rows, H)
+    scores = jnp.einsum("BKrH,BKsH->BKrs", q, gather(args.k_pages), precision=lax.Precision.HIGHEST)
+    scores = jnp.where(jnp.tile(seen[:, None], (1, 1, N // K, 1)), scores, -jnp.inf)
     highest = jnp.max(scores, axis=-1, keepdims=True, initial=-1e30)
     weights = jnp.exp(scores - highest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights / jnp.where(total > 0, total, 1)
-    out = jnp.einsum("BKGTs,BKsH->BTKGH", weights, v, precision=lax.Precision.HIGHEST)
+    out = jnp.einsum("BKrs,BKsH->BKrH", weights, v, precision=lax.Precision.HIGHEST)
+    out = out * (args.v_scale[:, None, None] / jnp.where(total > 0, total, 1))
+    out = out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4)
     return out.reshape(B, T, N, H).astype(args.q.dtype)
 
 
