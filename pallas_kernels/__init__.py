@@ -5,5 +5,4 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rotary import Rotary
 from pallas_kernels.write_kv import write_kv
 
-
 __all__ = ["Rotary", "paged_attention", "visible", "write_kv"]
