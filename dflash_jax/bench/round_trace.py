@@ -46,7 +46,7 @@ class Kernel:
     Attributes:
         name: the device's.
         module: the program's, empty for a copy from or to the host.
-        operation: the HLO operation's.
+        operation: the HLO operation's; the kernel's own name in a command buffer, whose kernels are named by theirs.
         scope: where that was written, if the trace says so.
         start: when it began.
         end: when it ended.
@@ -115,6 +115,8 @@ def kernels_of(data: Any) -> list[Kernel]:
                 continue
             module = re.sub(r"\(\d+\)$", "", str(stats.get("hlo_module", "")))  # some add the program's number
             operation, scope = str(stats.get("hlo_op", "")), str(stats.get("name", stats.get("tf_op", "")))
+            if operation.startswith("command_buffer"):
+                operation = event.name
             end = event.start_ns + event.duration_ns
             found.append(Kernel(event.name, module, operation, scope, event.start_ns, end))
     return sorted(found, key=lambda kernel: kernel.start)
@@ -146,7 +148,7 @@ class Scopes:
     def __init__(self, kernels: Iterable[Kernel]):
         seen: defaultdict[str, set[str]] = defaultdict(set)
         for kernel in kernels:
-            seen[kernel.module].add(kernel.operation)
+            seen[kernel.module].add(as_symbol(kernel.operation))
         self._tables: dict[str, dict[str, str]] = {}
         for module, tables in _programs(set(seen)).items():
             # Programs of several shapes share a name: the one that has these operations is meant.
@@ -154,7 +156,12 @@ class Scopes:
 
     def of(self, kernel: Kernel) -> str:
         """`jit(verify)/TargetModel/layers_3/mlp/dot_general`, or nothing if it is not known."""
-        return self._tables.get(kernel.module, {}).get(kernel.operation, kernel.scope)
+        return self._tables.get(kernel.module, {}).get(as_symbol(kernel.operation), kernel.scope)
+
+
+def as_symbol(operation: str) -> str:
+    """The name of an operation as its kernel bears it: `fusion_12` for `fusion.12`."""
+    return re.sub(r"[.\-]", "_", operation)
 
 
 def _programs(names: set[str]) -> dict[str, list[dict[str, str]]]:
@@ -164,5 +171,6 @@ def _programs(names: set[str]) -> dict[str, list[dict[str, str]]]:
     for executable in client.live_executables():
         for module in executable.hlo_modules():
             if module.name in names:
-                programs[module.name].append(dict(OPERATION.findall(module.to_string())))
+                scopes = {as_symbol(name): scope for name, scope in OPERATION.findall(module.to_string())}
+                programs[module.name].append(scopes)
     return dict(programs)
