@@ -131,10 +131,10 @@ class Detokenizer:
         self._pending: list[int] = []
         self._backend = tokenizer.hf.backend_tokenizer
 
-    def push(self, token_id: int) -> str:
-        """The text that a token completes, possibly none yet."""
-        self._pending.append(token_id)
-        text = self._stream.step(self._backend, token_id)
+    def push(self, *token_ids: int) -> str:
+        """The text that tokens complete together: none yet where the last of them ends inside a character."""
+        self._pending += token_ids
+        text = self._stream.step(self._backend, list(token_ids))
         if text is None:
             return ""
         self._pending.clear()

@@ -103,7 +103,7 @@ class Sequence:
         if logprobs is None and self._cannot_end_in(tokens):
             self.output.token_ids += tokens
             if self._detokenizer is not None:
-                self._text += "".join(map(self._detokenizer.push, tokens))
+                self._text += self._detokenizer.push(*tokens)
             taken, tokens = len(tokens), []
         for token in tokens:
             taken += 1
