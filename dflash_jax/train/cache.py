@@ -134,16 +134,20 @@ def _packed_attention(
     def attend(q: Array, context: tuple[Array, Array], own: tuple[Array, Array], anchors: Array) -> Array:
         rows = jnp.arange(G)
         own_seen = visible(rows, rows, mask=mask.mask, window=mask.window)
-        seen = jnp.concatenate([context_seen(anchors, G, T, mask), jnp.broadcast_to(own_seen, (B, A, G, G))], axis=-1)
         queries = q.reshape(B, A, G, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)
         own_keys, own_values = (x.reshape(B, A, G, K, H) for x in own)
         wide = {"precision": precision, "preferred_element_type": jnp.float32}
         far = jnp.einsum("bagknh,btkh->bknagt", queries, context[0], **wide)
         near = jnp.einsum("bagknh,baskh->bknags", queries, own_keys, **wide)
-        scores = jnp.where(seen[:, None, None], jnp.concatenate([far, near], axis=-1), -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-        out = jnp.einsum("bknagt,btkh->bagknh", weights[..., :T], context[1], precision=precision)
-        out += jnp.einsum("bknags,baskh->bagknh", weights[..., T:], own_values, precision=precision)
-        return out.reshape(B, Q, N, H)
+        far = jnp.where(context_seen(anchors, G, T, mask)[:, None, None], far, -jnp.inf)
+        near = jnp.where(own_seen, near, -jnp.inf)  # every row sees itself
+        # The two are never one array: the scores of the context are by far the largest thing in training.
+        highest = jax.lax.stop_gradient(jnp.maximum(far.max(axis=-1), near.max(axis=-1)))[..., None]
+        far, near = jnp.exp(far - highest), jnp.exp(near - highest)
+        total = far.sum(axis=-1) + near.sum(axis=-1)
+        out = jnp.einsum("bknagt,btkh->bagknh", far.astype(q.dtype), context[1], **wide)
+        out += jnp.einsum("bknags,baskh->bagknh", near.astype(q.dtype), own_values, **wide)
+        out /= jnp.moveaxis(total, (1, 2), (3, 4))[..., None]
+        return out.astype(q.dtype).reshape(B, Q, N, H)
 
     return attend(q, context, own, anchors)
