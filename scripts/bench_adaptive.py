@@ -155,9 +155,9 @@ def main() -> None:
     rows = []
     for name in args.speculation:
         rows += measure(name, models, args)
-    compare(rows)
-    if args.json:
-        save(args.json, rows, command=" ".join(sys.argv))
+        compare(rows)
+        if args.json:  # after each: what was measured outlives what comes
+            save(args.json, rows, command=" ".join(sys.argv))
 
 
 if __name__ == "__main__":
