@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from dflash_jax.config import EngineArgs
-from dflash_jax.config.engine import DTYPES, KV_CACHE_DTYPES
+from dflash_jax.config.engine import DRAFT_QUANTIZATIONS, DTYPES, KV_CACHE_DTYPES
 
 ON_OFF = argparse.BooleanOptionalAction
 KV_DTYPES = ["auto", *KV_CACHE_DTYPES]
@@ -15,6 +15,7 @@ FLAGS: dict[str, dict[str, Any]] = {  # by the name in `EngineArgs`
     "dtype": {"choices": ["auto", *DTYPES], "help": "of parameters and activations"},
     "kv_cache_dtype": {"choices": KV_DTYPES, "help": "of stored K and V"},
     "draft_kv_cache_dtype": {"choices": KV_DTYPES, "help": "the same of the drafter's"},
+    "draft_quantization": {"choices": DRAFT_QUANTIZATIONS, "help": "of the drafter's matrix products"},
     "max_model_len": {"type": int, "help": "tokens of prompt and completion; the model's without it"},
     "max_num_seqs": {"type": int, "help": "most sequences that run side by side"},
     "max_num_batched_tokens": {"type": int, "help": "prompt tokens a step"},

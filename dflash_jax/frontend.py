@@ -26,7 +26,7 @@ from dflash_jax.config import (
 )
 from dflash_jax.core import SEED_LIMIT, CompletionOutput, Prompt, SamplingParams, is_int
 from dflash_jax.engine.constraints import Constraints
-from dflash_jax.engine.engine import Engine, Model
+from dflash_jax.engine.engine import Engine, Model, quantized
 from dflash_jax.engine.memory import explain_out_of_memory
 from dflash_jax.engine.request import Request, cache_salt_of, check_params, tokenize
 from dflash_jax.engine.sequence import Sequence
@@ -126,9 +126,10 @@ def load(model: str | Path | None, draft_model: str | Path | None, args: EngineA
     config = EngineConfig.of(args, target, draft, on_cpu=jax.default_backend() == "cpu")
     frontend = Frontend(folder, target, config, seed=args.seed)
     mesh = Mesh.of(config.tensor_parallel_size)
+    loaded = _load(folder, target, config, mesh)
     return frontend, Engine(
-        _load(folder, target, config, mesh),
-        None if draft_folder is None or draft is None else _load(draft_folder, draft, config, mesh),
+        loaded,
+        None if draft_folder is None or draft is None else _load_draft(draft_folder, draft, loaded, config, mesh),
         mesh=mesh,
         config=config,
     )
@@ -140,6 +141,12 @@ def _load(folder: Path, model: TargetConfig | DraftConfig, config: EngineConfig,
     with explain_out_of_memory():
         params = jax.block_until_ready(load_params(folder, model, config.dtype, mesh.place))
     return Model(model, params, kv_scales)
+
+
+def _load_draft(folder: Path, draft: DraftConfig, target: Model, config: EngineConfig, mesh: Mesh) -> Model:
+    """A drafter from its folder; what it was quantised from is gone when the engine asks how much memory is left."""
+    loaded = _load(folder, draft, config, mesh)
+    return loaded if config.draft_quantization is None else quantized(loaded, target, mesh)
 
 
 def _read_configs(folder: Path, draft_folder: Path | None) -> tuple[TargetConfig, DraftConfig | None]:

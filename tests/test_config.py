@@ -283,6 +283,7 @@ def test_options_resolve():
     config = options()
     assert (config.dtype, config.kv_cache_dtype) == ("float32", "float32")
     assert (config.max_model_len, config.num_speculative_tokens) == (512, 5)
+    assert (config.draft_quantization, options(draft_quantization="fp8").draft_quantization) == (None, "fp8")
     assert options(dtype="bfloat16").kv_cache_dtype == "bfloat16"
     assert options(kv_cache_dtype="fp8").kv_cache_dtype == "float8_e4m3fn"
     assert options(kv_cache_dtype="fp8").draft_kv_cache_dtype == "float8_e4m3fn"
@@ -301,6 +302,7 @@ def test_options_resolve():
         ({"dtype": "float16"}, ["float16", "bfloat16"]),
         ({"kv_cache_dtype": "int4"}, ["int4", "fp8_e4m3"]),
         ({"draft_kv_cache_dtype": "int4"}, ["draft_kv_cache_dtype='int4'", "fp8_e4m3"]),
+        ({"draft_quantization": "int4"}, ["draft_quantization='int4'", "fp8"]),
         ({"max_model_len": 513}, ["513", "512"]),
         ({"max_model_len": 0}, ["max_model_len=0"]),
         ({"max_num_seqs": 0}, ["max_num_seqs=0"]),
@@ -320,6 +322,7 @@ def test_bad_options(changes, words):
         assert word in str(error.value)
 
 
-def test_drafts_need_a_drafter():
+@pytest.mark.parametrize("changes", [{"num_speculative_tokens": 3}, {"draft_quantization": "fp8"}])
+def test_drafts_need_a_drafter(changes):
     with pytest.raises(ConfigError, match="draft_model"):
-        EngineConfig.of(EngineArgs(num_speculative_tokens=3), target_config(TARGET), None)
+        EngineConfig.of(EngineArgs(**changes), target_config(TARGET), None)

@@ -27,8 +27,8 @@ from dflash_jax.bench import round_report, round_trace
 from dflash_jax.bench.round_engine import RoundEngine, decode, finish, random_sequences, step, time_prefill
 from dflash_jax.bench.round_models import PRESETS, configs_of, random_params
 from dflash_jax.config import DraftConfig, EngineArgs, EngineConfig, TargetConfig
-from dflash_jax.config.engine import DTYPES, KV_CACHE_DTYPES
-from dflash_jax.engine.engine import Model
+from dflash_jax.config.engine import DRAFT_QUANTIZATIONS, DTYPES, KV_CACHE_DTYPES
+from dflash_jax.engine.engine import Model, quantized
 from dflash_jax.engine.memory import explain_out_of_memory
 from dflash_jax.engine.sharding import Mesh
 from dflash_jax.env import claim_device_memory, enable_compilation_cache
@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kv_dtypes = ["auto", *KV_CACHE_DTYPES]
     add("--kv-cache-dtype", nargs="+", default=["auto"], choices=kv_dtypes, help="of stored K and V")
     add("--draft-kv-cache-dtype", default="auto", choices=kv_dtypes, help="the drafter's")
+    add("--draft-quantization", choices=DRAFT_QUANTIZATIONS, help="of the drafter's matrix products")
     add("--tensor-parallel-size", type=int, nargs="+", default=[1], help="devices that share the model")
     add("--prefill", action="store_true", help="also time the prefill of one prompt of each context")
     add = parser.add_argument_group("engine").add_argument
@@ -168,13 +169,11 @@ def _measure_all(
     """A row of each cell. No two engines and no two sets of weights are there at a time."""
     cells = [Cell(batch, context) for context, batch in itertools.product(args.context, args.batch_size)]
     for mesh, configs in plans:
-        models = (
-            _random_model(target, configs[0], mesh, seed=0),
-            None if draft is None else _random_model(draft, configs[0], mesh, seed=1),
-        )
+        model = _random_model(target, configs[0], mesh, seed=0)
+        drafter = None if draft is None else _random_drafter(draft, model, configs[0], mesh)
         for config in configs:
             budget = round_report.kv_budget(target, draft, config)
-            engine = RoundEngine(*models, mesh=mesh, config=config)
+            engine = RoundEngine(model, drafter, mesh=mesh, config=config)
             engine.num_accepted_tokens = args.num_accepted_tokens
             for cell in cells:
                 yield _row(args, engine, cell, "decode", bandwidth, budget)
@@ -182,13 +181,19 @@ def _measure_all(
                 yield _row(args, engine, Cell(1, context), "prefill", bandwidth, budget)
             del engine
             gc.collect()  # the pools of the next engine need the memory of this one's
-        del models
+        del model, drafter
         gc.collect()
 
 
 def _random_model(model: TargetConfig | DraftConfig, config: EngineConfig, mesh: Mesh, *, seed: int) -> Model:
     with explain_out_of_memory():
         return Model(model, random_params(model, config.dtype, mesh, seed), None)
+
+
+def _random_drafter(draft: DraftConfig, target: Model, config: EngineConfig, mesh: Mesh) -> Model:
+    """In the form that it runs in; what it was quantised from is gone before there is an engine."""
+    drafter = _random_model(draft, config, mesh, seed=1)
+    return drafter if config.draft_quantization is None else quantized(drafter, target, mesh)
 
 
 def _engine_args(args: argparse.Namespace, draft: DraftConfig | None, kv_cache_dtype: str, devices: int) -> EngineArgs:
@@ -199,6 +204,7 @@ def _engine_args(args: argparse.Namespace, draft: DraftConfig | None, kv_cache_d
         dtype=args.dtype,
         kv_cache_dtype=kv_cache_dtype,
         draft_kv_cache_dtype=args.draft_kv_cache_dtype,
+        draft_quantization=args.draft_quantization,
         max_model_len=args.max_model_len or max(args.context) + _max_tokens(args),
         max_num_seqs=max([1, *args.batch_size]),
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -224,6 +230,7 @@ def _row(
         "context": cell.context,
         "kv_cache_dtype": config.kv_cache_dtype.name,
         "draft_kv_cache_dtype": config.draft_kv_cache_dtype.name,
+        "draft_quantization": config.draft_quantization,
         "tensor_parallel_size": config.tensor_parallel_size,
     }
     try:

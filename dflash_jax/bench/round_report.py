@@ -99,7 +99,8 @@ def name_of(row: dict[str, Any]) -> str:
     """A cell in few words."""
     kind = "prefill" if row["kind"] == "prefill" else "DFlash" if row["speculation"] else "plain"
     batch = "" if row["kind"] == "prefill" else f" x{row['batch_size']}"
-    return f"{kind}{batch} ctx {row['context']} {row['kv_cache_dtype']} tp{row['tensor_parallel_size']}"
+    drafter = f", {row['draft_quantization']} drafter" if row["draft_quantization"] else ""
+    return f"{kind}{batch} ctx {row['context']} {row['kv_cache_dtype']} tp{row['tensor_parallel_size']}{drafter}"
 
 
 def tables(rows: list[dict[str, Any]]) -> list[str]:

@@ -18,6 +18,7 @@ KV_CACHE_DTYPES = {
     "fp8_e4m3": jnp.float8_e4m3fn,
     "fp8_e5m2": jnp.float8_e5m2,
 }
+DRAFT_QUANTIZATIONS = ("fp8",)
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class EngineConfig:
     dtype: jnp.dtype
     kv_cache_dtype: jnp.dtype
     draft_kv_cache_dtype: jnp.dtype
+    draft_quantization: str | None  # one of DRAFT_QUANTIZATIONS; None leaves the drafter as it is
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -61,6 +63,7 @@ class EngineConfig:
             dtype=compute,
             kv_cache_dtype=_choose("kv_cache_dtype", args.kv_cache_dtype, KV_CACHE_DTYPES, stored),
             draft_kv_cache_dtype=_choose("draft_kv_cache_dtype", args.draft_kv_cache_dtype, KV_CACHE_DTYPES, stored),
+            draft_quantization=_draft_quantization(args.draft_quantization, draft),
             max_model_len=_size("max_model_len", longest),
             max_num_seqs=_size("max_num_seqs", args.max_num_seqs),
             max_num_batched_tokens=_size("max_num_batched_tokens", args.max_num_batched_tokens),
@@ -96,6 +99,18 @@ def _choose(name: str, value: str, known: dict[str, type], auto: str) -> jnp.dty
     if value not in ("auto", *known):
         raise ConfigError(f"{name}={value!r} is unknown; choose one of auto, {', '.join(known)}.")
     return jnp.dtype(known[auto if value == "auto" else value])
+
+
+def _draft_quantization(wanted: str | None, draft: DraftConfig | None) -> str | None:
+    if wanted is None:
+        return None
+    if wanted not in DRAFT_QUANTIZATIONS:
+        raise ConfigError(
+            f"draft_quantization={wanted!r} is unknown; choose one of None, {', '.join(DRAFT_QUANTIZATIONS)}."
+        )
+    if draft is None:
+        raise ConfigError(f"draft_quantization={wanted!r} needs a drafter; give draft_model, or leave it out.")
+    return wanted
 
 
 def _num_drafts(wanted: int | None, draft: DraftConfig | None) -> int:

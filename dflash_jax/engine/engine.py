@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from dflash_jax.engine.adaptive import BlockLengths, RoundClock
 from dflash_jax.engine.constraints import fill_masks
 from dflash_jax.engine.controls import bits_of, controls_of, empty_controls, set_controls
 from dflash_jax.engine.inputs import SamplerRows, chunk_of, mode_of_all, slots_of, tables_of, uses_controls
-from dflash_jax.engine.memory import log_capacity, make_caches, plan_layout
+from dflash_jax.engine.memory import explain_out_of_memory, log_capacity, make_caches, plan_layout
 from dflash_jax.engine.outputs import EmissionCounts, take_emitted, take_prompt_logprobs
 from dflash_jax.engine.scheduler import Running, Scheduler
 from dflash_jax.engine.sequence import Sequence
@@ -35,6 +35,7 @@ from dflash_jax.engine.sharding import Mesh
 from dflash_jax.engine.state import CONTROLLED_MODES, Controls, Emitted, Logprobs, Sampler, Slots, StepSpec
 from dflash_jax.engine.warmup import compile_counter, compile_steps
 from dflash_jax.errors import QueueFullError
+from dflash_jax.models.quantized import quantize_draft
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,18 @@ class Model:
     config: TargetConfig | DraftConfig
     params: Params
     kv_scales: KVScales | None
+
+
+def quantized(draft: Model, target: Model, mesh: Mesh) -> Model:
+    """A drafter whose matrix products, and the copy of the target's head that it reads, are in fp8.
+
+    Raises:
+        ConfigError: it does not fit in the memory.
+    """
+    assert isinstance(draft.config, DraftConfig)
+    with explain_out_of_memory():
+        params = quantize_draft(draft.params, draft.config, target.params, mesh.place)
+        return replace(draft, params=jax.block_until_ready(params))
 
 
 @dataclass(frozen=True)
@@ -168,11 +181,15 @@ class Engine:
     def replace_draft(self, params: Params) -> None:
         """Draft with other weights of the same shapes from now on, and forget the K/V that the old ones left.
 
+        They are quantised here if the engine's drafter is.
+
         Raises:
             RuntimeError: something waits, runs or is in flight.
         """
         if not self.is_idle:
             raise RuntimeError("an engine at work keeps its drafter; wait until it is idle.")
+        if self.spec.draft is not None and self.config.draft_quantization is not None:
+            params = quantize_draft(params, self.spec.draft, self.params[0], self.mesh.place)
         self.params = (self.params[0], params)
         self._shared = (self._shared[0], params)
         self._flat_params = steps.FlatParams.of(self.params)

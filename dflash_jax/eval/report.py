@@ -26,7 +26,15 @@ from dflash_jax.eval.compare import Cell
 from dflash_jax.eval.conversations import Answer, Run
 from dflash_jax.eval.datasets import short_name
 
-ENGINE = ("dtype", "kv_cache_dtype", "draft_kv_cache_dtype", "max_model_len", "max_num_seqs", "tensor_parallel_size")
+ENGINE = (
+    "dtype",
+    "kv_cache_dtype",
+    "draft_kv_cache_dtype",
+    "draft_quantization",
+    "max_model_len",
+    "max_num_seqs",
+    "tensor_parallel_size",
+)
 COLUMNS = (  # of the table
     "data set",
     "T",
@@ -57,7 +65,7 @@ def build_result(args: argparse.Namespace, config: EngineConfig, cells: Sequence
             "python": platform.python_version(),
             "platform": platform.platform(),
         },
-        "engine": {name: value if isinstance(value, int) else value.name for name, value in engine.items()},
+        "engine": {name: getattr(value, "name", value) for name, value in engine.items()},
         "settings": {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(args).items()

@@ -5,6 +5,8 @@ Source: arXiv 2602.06036, section 4. The drafter has neither embedding nor head 
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -62,8 +64,7 @@ class DraftModel(nn.Module):
 
     def tokens(self, hidden: Float[Array, "B T D"], target_head: Float[Array, "V D"]) -> Int[Array, "B T"]:
         """The likeliest token of each row, in the target's vocabulary."""
-        own_head = self.weights.get("lm_head")
-        if own_head is None:
-            return logits_of(hidden, target_head).argmax(axis=-1).astype(jnp.int32)
-        drafted = logits_of(hidden, own_head).argmax(axis=-1)
-        return drafted.astype(jnp.int32) + self.weights["d2t"][drafted]
+        own_head: Any = self.get_variable("params", "lm_head")  # undeclared where it is an fp8 copy of the target's
+        logits = logits_of(hidden, target_head if own_head is None else own_head)
+        drafted = logits.argmax(axis=-1).astype(jnp.int32)
+        return drafted + self.weights["d2t"][drafted] if "d2t" in self.weights else drafted

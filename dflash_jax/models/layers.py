@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig, LayerMask, RopeConfig
+from dflash_jax.models.quantized import Quantized
 from dflash_jax.models.tables import attention_table, declare, mlp_table, norms_table
 from pallas_kernels.rotary import Rotary, rms_norm
 
@@ -57,15 +58,21 @@ class KVCache(Protocol):
 Rope = tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]
 
 
-def project(x: Float[Array, "B T X"], weight: Array, bias: Array | None = None) -> Array:
-    """X @ weight.T for a weight [..., I], giving x's dtype; float32 stays float32 on every device (no TF32).
+def project(x: Float[Array, "B T *I"], weight: Array | Quantized, bias: Array | None = None) -> Float[Array, "B T *O"]:
+    """X @ weight.T for a weight [*O, *I], giving x's dtype; float32 stays float32 on every device (no TF32).
 
     The product is of two matrices: given more dimensions, XLA transposes the weight in memory first, on CPUs.
     """
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    *outer, width = weight.shape
-    rows, matrix = x.reshape(-1, x.shape[-1]), weight.reshape(-1, width)
-    out = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), precision=precision).reshape(*x.shape[:-1], *outer)
+    inner = x.shape[2:]
+    outer = weight.shape[: -len(inner)]
+    rows = x.reshape(-1, math.prod(inner))
+    if isinstance(weight, Quantized):
+        out = weight.product(rows).astype(x.dtype)
+    else:
+        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        matrix = weight.reshape(-1, rows.shape[1])
+        out = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), precision=precision)
+    out = out.reshape(*x.shape[:2], *outer)
     return out if bias is None else out + bias
 
 
@@ -143,9 +150,7 @@ class Attention(nn.Module):
 
     def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """The output projection."""
-        flat = heads.reshape(*heads.shape[:2], -1)
-        weight = self.weights["o_proj"]
-        return project(flat, weight.reshape(weight.shape[0], -1), self.weights.get("o_proj_bias"))
+        return project(heads, self.weights["o_proj"], self.weights.get("o_proj_bias"))
 
 
 class MLP(nn.Module):

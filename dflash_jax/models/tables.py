@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import flax.linen as nn
-import jax
 import numpy as np
 
 from dflash_jax.config import DecoderConfig, DraftConfig, TargetConfig
@@ -231,9 +230,13 @@ def checkpoint_tensors(config: TargetConfig | DraftConfig, params: Mapping[str, 
     return tensors
 
 
-def declare(module: nn.Module, table: Table, config: DecoderConfig) -> dict[str, jax.Array]:
-    """Declare a module's parameters from its table; returns them by their local name (`o_proj`, `o_proj_bias`)."""
-    declared = {}
+def declare(module: nn.Module, table: Table, config: DecoderConfig) -> dict[str, Any]:
+    """Declare a module's parameters from its table.
+
+    Returns:
+        By their local name (`o_proj`, `o_proj_bias`), arrays or what stands in their place (`Quantized`).
+    """
+    declared: dict[str, Any] = {}
     for parameter in parameters_of(table, config):
         (name,) = parameter.path
         declared[name] = module.param(name, initializer(parameter), parameter.shape)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.models.layers import DecoderLayer, KVCache, rms_norm, rope_tables
+from dflash_jax.models.quantized import Quantized
 from dflash_jax.models.tables import declare, outer_table
 
 
@@ -68,7 +69,9 @@ class TargetModel(nn.Module):
         return self.weights.get("lm_head", self.weights["embed_tokens"])
 
 
-def logits_of(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"]) -> Float[Array, "B T V"]:
+def logits_of(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"] | Quantized) -> Float[Array, "B T V"]:
     """Logits in float32, accumulated in float32."""
+    if isinstance(weight, Quantized):
+        return weight.product(hidden.reshape(-1, hidden.shape[-1])).reshape(*hidden.shape[:2], -1)
     precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
     return jnp.einsum("btd,vd->btv", hidden, weight, precision=precision, preferred_element_type=jnp.float32)

@@ -333,7 +333,7 @@ def _check(given: Mapping[str, Any]) -> None:
         raise ConfigError("--allow-credentials does not go with --allowed-origins=*; name the origins.")
     if "uds" in used and {"host", "port"} & given.keys():
         raise ConfigError("--uds does not go with --host or --port; keep the one or the others.")
-    drafts = sorted({"spec_method", "num_speculative_tokens", "draft_kv_cache_dtype"} & used)
+    drafts = sorted({"spec_method", "num_speculative_tokens", "draft_kv_cache_dtype", "draft_quantization"} & used)
     if drafts and "model" in used and "draft_model" not in used:
         raise ConfigError(f"{_flag(drafts[0])} needs a drafter; give --draft-model, or leave it out.")
 

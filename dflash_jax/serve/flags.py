@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
-from dflash_jax.config.engine import DTYPES, KV_CACHE_DTYPES
+from dflash_jax.config.engine import DRAFT_QUANTIZATIONS, DTYPES, KV_CACHE_DTYPES
 from dflash_jax.core import MOST_COMPLETIONS, MOST_LOGPROBS, is_int
 from dflash_jax.errors import ConfigError
 from dflash_jax.serve import flag_values as values
@@ -99,6 +99,11 @@ SPECULATIVE_KEYS: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
     "model": ("draft_model", "a folder or a Hub id", lambda v: isinstance(v, str) and bool(v.strip())),
     "num_speculative_tokens": ("num_speculative_tokens", "an integer of at least 1", lambda v: is_int(v) and v >= 1),
     "kv_cache_dtype": ("draft_kv_cache_dtype", f"one of {', '.join(STORED_DTYPES)}", lambda v: v in STORED_DTYPES),
+    "quantization": (
+        "draft_quantization",
+        f"one of {', '.join(DRAFT_QUANTIZATIONS)}",
+        lambda v: v in DRAFT_QUANTIZATIONS,
+    ),
 }
 
 
@@ -203,6 +208,14 @@ def _speculation(add: Add) -> None:
         action=Agreed,
         choices=STORED_DTYPES,
         help="type of the drafter's stored keys and values; auto takes --kv-cache-dtype",
+    )
+    add(
+        "--draft-quantization",
+        "--speculative-draft-model-quantization",
+        action=Agreed,
+        choices=DRAFT_QUANTIZATIONS,
+        help="type of the drafter's matrix products; changes no output",
+        unset="none: --dtype",
     )
 
 

@@ -96,6 +96,23 @@ def test_bytes_that_a_round_reads(drafted):
     assert 0.8 < drafted["rows"][0]["kv_tokens"] * page_bytes / (1 << 20) < 1
 
 
+def test_a_drafter_in_fp8_reads_fewer_bytes(tmp_path, capsys):
+    options = SMALL | {"--context": 24, "--output-len": 6, "--num-accepted-tokens": 2, "--warmup-rounds": 1}
+    options |= {"--output": tmp_path / "out.json", "--kv-cache-memory-bytes": 1 << 20, "--draft-quantization": "fp8"}
+    assert main(["round", *flags(options), "--no-trace"]) == 0
+    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert row["draft_quantization"] == "fp8"
+    assert "DFlash x1 ctx 24 float32 tp1, fp8 drafter: " in capsys.readouterr().out
+    target, draft = configs_of("tiny", None)
+    read = {name: round(1e9 * size) for name, size in row["read_gb"].items()}
+    assert read["draft_head"] == target.vocab_size * (target.hidden_size + 4)  # a byte a weight, a scale a row
+    # In two layers, five projections are stored in fewer bytes: their rows have scales, and norms are what they were.
+    heads, layers = draft.head_dim * (draft.num_attention_heads + 2 * draft.num_key_value_heads), 2
+    rows = layers * (heads + 2 * draft.hidden_size + 2 * draft.intermediate_size) + draft.hidden_size
+    norms = 2 * draft.hidden_size + layers * 2 * (draft.hidden_size + draft.head_dim)
+    assert read["draft"] == num_parameters(draft) - norms + 4 * (rows + norms)
+
+
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 def test_plain_decoding_sharded_and_a_cell_that_does_not_fit(tmp_path, capsys):
     options = SMALL | {"--output-len": 8, "--output": tmp_path / "out.json", "--kv-cache-dtype": "fp8"}

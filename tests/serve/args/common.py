@@ -8,7 +8,9 @@ from dflash_jax.config import EngineArgs
 from dflash_jax.serve.args import Limits, ServeArgs, parse_args
 from dflash_jax.serve.flags import build_parser
 
-SPEC = '{"method": "dflash", "model": "d", "num_speculative_tokens": 15, "kv_cache_dtype": "fp8"}'
+SPEC = (
+    '{"method": "dflash", "model": "d", "num_speculative_tokens": 15, "kv_cache_dtype": "fp8", "quantization": "fp8"}'
+)
 PARTS = {f.name: part for part in (ServeArgs, EngineArgs, Limits) for f in fields(part)}
 TLS = ["--ssl-certfile", "cert.pem"]
 CORS = ["--allowed-origins", "https://a"]

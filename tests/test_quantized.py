@@ -1,0 +1,227 @@
+"""A drafter in fp8 says nearly what it says in full, is held as the original was, and changes no output."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dflash_jax import LLM
+from dflash_jax.engine import engine as engine_module
+from dflash_jax.models.layers import project
+from dflash_jax.models.quantized import PROJECTIONS, Quantized, to_e4m3
+from dflash_jax.models.target import logits_of
+from tests.pairs import (
+    DRAFT,
+    TARGET,
+    golden_cases,
+    golden_llm,
+    greedy,
+    prompt,
+    reciter,
+    tokens_of,
+    write_model,
+)
+from tests.test_lossless import SETTINGS, prompts_of
+from tests.test_reciter import GREEDY, PROMPTS
+
+E4M3 = ml_dtypes.float8_e4m3fn
+HALF_ULP, HALF_SUBNORMAL = 2.0**-4, 2.0**-10  # of e4m3: relative, and beside zero
+
+
+def numbers(shape, seed=0):
+    """Rows of very different size, the first of zeros."""
+    rng = np.random.default_rng(seed)
+    sizes = 10.0 ** rng.uniform(-6, 6, (shape[0], *[1] * (len(shape) - 1)))
+    sizes[0] = 0
+    return (sizes * rng.standard_normal(shape)).astype(np.float32)
+
+
+def quantized(weight, rows):
+    return Quantized(*to_e4m3(jnp.asarray(weight), rows))
+
+
+def dequantized(weight: Quantized):
+    values, scales = np.asarray(weight.values.astype(jnp.float32)), np.asarray(weight.scales)
+    return values * scales.reshape(*scales.shape, *[1] * (values.ndim - scales.ndim))
+
+
+# --- matrices
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((5, 64), 1), ((3, 2, 4, 32), 3), ((6, 4, 8), 1)])
+def test_rows_are_quantised_by_their_largest_number(shape, rows):
+    weight = numbers(shape)
+    found = quantized(weight, rows)
+    assert (found.values.dtype, found.scales.dtype) == (jnp.float8_e4m3fn, jnp.float32)
+    assert (found.shape, found.scales.shape) == (shape, shape[:rows])
+    inner = tuple(range(rows, weight.ndim))
+    scales = np.abs(weight).max(axis=inner, keepdims=True) / np.float32(448)
+    np.testing.assert_allclose(found.scales[1:], scales.reshape(shape[:rows])[1:], rtol=1e-6)
+    np.testing.assert_array_equal(found.values[1:], (weight[1:] / scales[1:]).astype(E4M3))
+    assert (dequantized(found)[0] == 0).all()
+    error = np.abs(dequantized(found) - weight)
+    assert (error <= np.maximum(HALF_ULP * np.abs(weight), HALF_SUBNORMAL * scales) * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("outer", "inner"), [((3, 2, 4), (64,)), ((6,), (8, 8))])
+def test_products_are_those_of_the_numbers_that_are_left(outer, inner, dtype):
+    weight, x = numbers((*outer, *inner), 1), numbers((2 * 5, *inner), 2).reshape(2, 5, *inner)
+    x, bias = jnp.asarray(x, dtype), jnp.asarray(numbers(outer, 3), dtype)
+    held, rows = quantized(weight, len(outer)), quantized(x, 2)
+    found = project(x, held, bias)
+    assert (found.dtype, found.shape) == (dtype, (2, 5, *outer))
+
+    def product(x, weight):
+        return (x.reshape(10, 64).astype(np.float64) @ weight.reshape(-1, 64).T).reshape(2, 5, *outer)
+
+    exact, wide = np.asarray(bias, np.float64), np.asarray(x, np.float32)
+    spread = product(np.abs(wide), np.abs(weight))
+    rounding = float(jnp.finfo(dtype).eps) * (spread + np.abs(exact))
+    assert (
+        np.abs(np.asarray(found, np.float64) - exact - product(dequantized(rows), dequantized(held))) <= rounding
+    ).all()
+    # numbers far below the largest of their row lose more than half an ulp, which the norms of the rows bound
+    norms = product(np.ones_like(wide) * np.abs(wide).max(axis=-1, keepdims=True), np.abs(weight))
+    off = np.abs(np.asarray(found, np.float64) - exact - product(wide, weight))
+    assert (off <= 2.1 * HALF_ULP * spread + 1e-3 * norms + rounding).all()
+    assert off.max() > 0
+
+
+def test_logits_are_float32():
+    head, hidden = numbers((7, 32), 4), jnp.asarray(numbers((3, 32), 5)[None], jnp.bfloat16)
+    found = logits_of(hidden, quantized(head, 1))
+    assert (found.dtype, found.shape) == (jnp.float32, (1, 3, 7))
+    np.testing.assert_array_equal(found, project(hidden.astype(jnp.float32), quantized(head, 1)))
+
+
+# --- what an engine holds
+
+
+def leaves_by_name(params):
+    paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in paths}
+
+
+def assert_same(params, expected):
+    for found, leaf in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(found, leaf)
+
+
+def small_pair(folder, target=(), draft=()):
+    return write_model(folder / "target", TARGET | dict(target), 0), write_model(
+        folder / "draft", DRAFT | dict(draft), 1
+    )
+
+
+OWN_HEAD = {"draft_vocab_size": 20}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("draft", [{}, OWN_HEAD, {"attention_bias": True}], ids=["plain", "own head", "biases"])
+def test_projections_and_the_head_are_quantised_and_nothing_else(tmp_path, tied, draft):
+    folders = small_pair(tmp_path, {"tie_word_embeddings": tied}, draft)
+    full, small = (LLM(*folders, max_num_seqs=1, draft_quantization=q).engine for q in (None, "fp8"))
+    before, after = leaves_by_name(full.params[1]), leaves_by_name(small.params[1])
+    head = after.pop("['lm_head']")
+    original = before.pop("['lm_head']", full.params[0]["embed_tokens" if tied else "lm_head"])
+    np.testing.assert_array_equal(head.values, quantized(original, 1).values)
+    assert before.keys() == after.keys()
+    for name, leaf in after.items():
+        if name.endswith(tuple(f"['{projection}']" for projection in PROJECTIONS)):
+            assert leaf.shape == before[name].shape
+            error = np.abs(dequantized(leaf) - np.asarray(before[name]))
+            assert 0 < error.max() <= HALF_ULP * np.abs(before[name]).max()
+        else:
+            np.testing.assert_array_equal(leaf, before[name])
+    assert_same(small.params[0], full.params[0])
+
+
+def test_originals_are_gone_when_memory_is_planned(tmp_path, monkeypatch):
+    folders, live = small_pair(tmp_path), []
+
+    def bytes_live():
+        gc.collect()
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    def plan(*args):
+        live.append(bytes_live())
+        return plan_layout(*args)
+
+    plan_layout, before = engine_module.plan_layout, bytes_live()
+    monkeypatch.setattr(engine_module, "plan_layout", plan)
+    engine = LLM(*folders, max_num_seqs=1, draft_quantization="fp8").engine
+    assert live[0] - before == sum(leaf.nbytes for leaf in jax.tree.leaves(engine.params))
+
+
+def test_other_weights_are_quantised_too(tmp_path):
+    folders, other = small_pair(tmp_path), write_model(tmp_path / "other", DRAFT, 2)
+    options = {"max_num_seqs": 1, "draft_quantization": "fp8"}
+    engine, expected = LLM(*folders, **options).engine, LLM(folders[0], other, **options).engine
+    engine.replace_draft(LLM(folders[0], other, max_num_seqs=1).engine.params[1])
+    assert_same(engine.params[1], expected.params[1])
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("kv_heads", [4, 2])  # which four devices can share, and cannot
+def test_four_devices_hold_what_one_holds(tmp_path, kv_heads):
+    sizes = {"num_key_value_heads": kv_heads, "vocab_size": 64}
+    folders = small_pair(tmp_path, sizes, sizes)
+    options = {"max_num_seqs": 1, "num_speculative_tokens": 5, "draft_quantization": "fp8"}
+    one, four = (LLM(*folders, tensor_parallel_size=devices, **options) for devices in (1, 4))
+    assert_same(four.engine.params[1], one.engine.params[1])
+    draft = four.engine.params[1]
+    layer = draft["layers_0"]
+    for weight, divided, by_rows in (
+        (draft["lm_head"], True, True),
+        (draft["fc"], False, False),
+        (layer["self_attn"]["kv_proj"], kv_heads == 4, kv_heads == 4),
+        (layer["self_attn"]["o_proj"], True, False),
+        (layer["mlp"]["gate_up_proj"], True, True),
+        (layer["mlp"]["down_proj"], True, False),
+    ):
+        shards = [array.addressable_shards[0].data.size * 4 == array.size for array in (weight.values, weight.scales)]
+        assert shards == [divided, by_rows]
+    if kv_heads == 4:
+        outputs = [llm.generate(prompts_of(2, 64), greedy(20)) for llm in (one, four)]
+        assert tokens_of(outputs[0]) == tokens_of(outputs[1])
+
+
+# --- outputs and acceptance
+
+
+def mean_length(lengths):
+    return np.mean(np.concatenate(list(lengths)))
+
+
+@pytest.mark.parametrize("name", ["qwen3_full", "qwen3_swa_tied"])
+def test_golden_outputs_stay_and_so_do_their_drafts(name):
+    cases = golden_cases(name)
+    prompts = [prompt(*case["input_ids"]) for case in cases]
+    llm = golden_llm(name, draft_quantization="fp8")
+    outputs = llm.generate(prompts, greedy(80))
+    assert tokens_of(outputs) == [case["output_ids"] for case in cases]
+    in_full = mean_length(case["acceptance_lengths"] for case in cases)
+    assert mean_length(output.metrics.acceptance_lengths for output in outputs) >= 0.97 * in_full
+    if name == "qwen3_swa_tied":
+        seeded = [prompts[i % len(prompts)] for i in range(len(SETTINGS))]
+        plain = golden_llm(name, drafter=False).generate(seeded, SETTINGS)
+        assert tokens_of(llm.generate(seeded, SETTINGS)) == tokens_of(plain)
+
+
+def test_outputs_of_a_drafter_with_a_vocabulary_of_its_own(tmp_path):
+    target, draft = small_pair(tmp_path, draft=OWN_HEAD)
+    prompts = prompts_of(3, TARGET["vocab_size"])
+    small = LLM(target, draft, max_num_seqs=2, num_speculative_tokens=5, draft_quantization="fp8")
+    expected = LLM(target, max_num_seqs=2).generate(prompts, greedy(30))
+    assert tokens_of(small.generate(prompts, greedy(30))) == tokens_of(expected)
+
+
+def test_recites_as_fast():
+    full, small = (reciter(max_num_seqs=4, draft_quantization=q).generate(PROMPTS, GREEDY) for q in (None, "fp8"))
+    assert tokens_of(small) == tokens_of(full)
+    before, after = (mean_length(output.metrics.acceptance_lengths for output in each) for each in (full, small))
+    assert after >= 0.97 * before > 8
