@@ -292,6 +292,7 @@ def test_an_engine_that_cannot_start():
         client = Client(engine, restarts=True)  # which would only fail again
         task = asyncio.create_task(client.run())
         await until(lambda: hasattr(engine, "decoder"))
+        await engine.hear()  # a socket that is closed with words unread takes along what it has said itself
         engine.say(*words)
         engine.die()
         async with asyncio.timeout(PATIENCE):
