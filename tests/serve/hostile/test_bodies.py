@@ -136,10 +136,10 @@ def test_a_slow_grammar_holds_up_neither_others_nor_aborts(server):
         thread.start()
     server.wait_until(lambda: json.loads(server.get("/load")[1])["server_load"] >= 4)
     assert server.post("/v1/completions", NORMAL, KEYS[0])[1]["choices"][0]["text"] == server.expected
-    assert len(results) < len(bodies)  # all of this while grammars were still compiled
+    assert not results  # all of this while the first was still compiled
     for i in range(4):
         assert server.post("/abort_request", {"rid": f"slow-{i}"}, KEYS[0])[0] == 200
     for thread in threads:
         thread.join(PATIENCE)
     assert [status_of(result) for result in results] == [200] * 4
-    assert any(b'"finish_reason":"abort"' in result for result in results)
+    assert all(b'"finish_reason":"abort"' in result for result in results)
