@@ -1,4 +1,7 @@
-"""Kernels of the serving engine: one folder an op, one public function each. Knows nothing of the engine."""
+"""Kernels of the serving engine: one folder an op, one public function each. Knows nothing of the engine.
+
+Kernels are jitted by themselves, so that a model of many layers traces and lowers each of them once.
+"""
 
 from pallas_kernels.masks import visible
 from pallas_kernels.paged_attention import paged_attention

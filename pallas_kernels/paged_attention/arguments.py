@@ -16,6 +16,7 @@ from pallas_kernels.masks import Mask
 LOG2E = math.log2(math.e)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Arguments:
     """Checked arguments of one call, defaults filled in; letters as in ``paged_attention``."""
@@ -29,9 +30,9 @@ class Arguments:
     valid_from: Int[Array, " B"]
     k_scale: Float[Array, " K"]
     v_scale: Float[Array, " K"]
-    mask: Mask
-    window: int | None
-    scale: float
+    mask: Mask = dataclasses.field(metadata={"static": True})
+    window: int | None = dataclasses.field(metadata={"static": True})
+    scale: float = dataclasses.field(metadata={"static": True})
 
     @property
     def kv_heads(self) -> int:

@@ -63,21 +63,19 @@ def _merge(acc: Any, highest: Any, total: Any, v_scale: Any, out: Any, *, group:
 
 
 def combine_jnp(
-    acc: Float[Array, "B K splits R H"],
-    highest: Float[Array, "B K splits R"],
-    total: Float[Array, "B K splits R"],
+    acc: Float[Array, "B K splits group R H"],
+    highest: Float[Array, "B K splits group R"],
+    total: Float[Array, "B K splits group R"],
     *,
     args: Arguments,
 ) -> Float[Array, "B T N H"]:
-    """``combine`` in plain jnp, of sums whose rows past ``q_length`` hold anything; they come back as zeros."""
+    """``combine`` in plain jnp, of sums by query head whose rows past ``q_length`` hold anything; they become zeros."""
     B, T, N, H = args.q.shape
-    rows = T * args.group
-    acc, highest, total = acc[:, :, :, :rows], highest[:, :, :, :rows], total[:, :, :, :rows]
-    exists = jnp.arange(rows, dtype=jnp.int32)[None] // args.group < args.q_length[:, None]
-    used = (total > 0) & exists[:, None, None]
+    acc, highest, total = acc[..., :T, :], highest[..., :T], total[..., :T]
+    exists = jnp.arange(T, dtype=jnp.int32)[None] < args.q_length[:, None]
+    used = (total > 0) & exists[:, None, None, None]
     weights = jnp.where(used, jnp.exp2(highest - highest.max(2, keepdims=True)), 0.0)
     denominator = (weights * total).sum(2)
-    factor = args.v_scale[None, :, None] / jnp.where(denominator > 0, denominator, 1.0)
+    factor = args.v_scale[None, :, None, None] / jnp.where(denominator > 0, denominator, 1.0)
     merged = (jnp.where(used[..., None], acc, 0.0) * weights[..., None]).sum(2) * factor[..., None]
-    merged = merged.reshape(B, args.kv_heads, T, args.group, H)
-    return jnp.swapaxes(merged, 1, 2).reshape(B, T, N, H).astype(args.q.dtype)
+    return jnp.moveaxis(merged, 3, 1).reshape(B, T, N, H).astype(args.q.dtype)

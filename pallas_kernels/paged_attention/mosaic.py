@@ -1,12 +1,13 @@
 """Paged attention of decode, verify and draft blocks on Hopper, on Pallas' Mosaic GPU backend.
 
-One CTA attends up to 64 query rows of one kv head (row = token * group + head of the group) to one split of the pages
-that its sequence sees, a page a step. Its warpgroups:
+One CTA attends up to 64 query rows of one kv head (the tokens of its first query head, then those of the next) to one
+split of the pages that its sequence sees, a page a step. Its warpgroups:
 
 * one producer follows the page table and starts TMA copies of pages into a ring in shared memory;
 * over fp8 pages, a converter rewrites values as float16, exactly, into a second, small ring;
 * consumers take pages in turn, each with its own online softmax: S = Q K^T by wgmma from shared memory, P V by wgmma
-  with P in registers. At the end they merge and the CTA writes its sums, which ``combine`` merges over the splits.
+  with P in registers. At the end they merge, and the CTA writes the result, or, where keys are split, its sums, which
+  ``combine_jnp`` merges.
 
 Keys in fp8 are never converted: an 8-bit wgmma reads them as they lie, and the queries, scaled a row at a time to fill
 the range of fp8, come as a sum of fp8 terms, each holding what the ones before it rounded away (two of e4m3 or three
@@ -22,6 +23,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -31,7 +33,7 @@ from pallas_kernels import _compat
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.paged_attention.combine import combine_jnp
 from pallas_kernels.paged_attention.mosaic_kernel import Config, attend
-from pallas_kernels.paged_attention.rows import ROWS, bounds, packed, terms
+from pallas_kernels.paged_attention.rows import ROWS, bounds, head_rows, padded, pieces, terms
 from pallas_kernels.paged_attention.splits import best_splits
 
 _SHARED_MEMORY = 221 * 1024  # bytes of a CTA, less 6 KiB for barriers, alignment and the compiler's scratch
@@ -50,10 +52,10 @@ def refusal(args: Arguments) -> str | None:
         return f"The Mosaic paged attention needs a head size of 64, 128 or 256; this is {H}."
     if args.page_size != 64:
         return f"The Mosaic paged attention needs pages of 64 tokens; these hold {args.page_size}."
-    if T * args.group > _MOST_ROW_BLOCKS * ROWS:
+    if (rows := args.group * head_rows(T)) > _MOST_ROW_BLOCKS * ROWS:
         return (
             f"The Mosaic paged attention is for decode, verify and draft blocks, up to {_MOST_ROW_BLOCKS * ROWS} query "
-            f"rows a kv head; {T} tokens x {args.group} heads are {T * args.group}."
+            f"rows a kv head; {args.group} heads of {T} tokens, rounded up to {head_rows(T)}, are {rows}."
         )
     return None
 
@@ -69,7 +71,8 @@ def is_fastest(args: Arguments) -> bool:
         return H == 128 and rows <= ROWS and capacity >= 4096
     if rows <= 16:
         return H == 128 and capacity >= 65536
-    return (H == 128 and rows <= ROWS and capacity >= 4096) or H == 256
+    fills = args.q.shape[0] * args.kv_heads > 0.9 * _compat.sm_count()  # then no split is needed, and none is merged
+    return (H == 128 and rows <= ROWS and (fills or capacity >= 4096)) or H == 256
 
 
 def default_config(args: Arguments) -> Config:
@@ -77,11 +80,11 @@ def default_config(args: Arguments) -> Config:
     B, T, _, H = args.q.shape
     consumers = 1 if H > 128 else 2
     wide = (1 if H > 128 else 2) if _compat.is_fp8(args.k_pages.dtype) else 0
-    stages = 1
-    while stages < 8 and _shared_memory(args, Config(1, consumers, stages + 1, wide)) <= _SHARED_MEMORY:
-        stages += 1
-    programs = B * args.kv_heads * pl.cdiv(T * args.group, ROWS)
+    programs = B * args.kv_heads * pl.cdiv(args.group * head_rows(T), ROWS)
     splits = best_splits(programs, args.page_table.shape[1], _compat.sm_count())
+    stages = 1
+    while stages < 8 and _shared_memory(args, Config(splits, consumers, stages + 1, wide)) <= _SHARED_MEMORY:
+        stages += 1
     return Config(splits=splits, consumers=consumers, stages=stages, wide=wide)
 
 
@@ -91,27 +94,35 @@ def _shared_memory(args: Arguments, config: Config) -> int:
     ring = config.consumers * (config.stages * 2 * S * H * size + config.wide * S * H * 2)
     merging = ROWS * H * 4 if config.consumers > 1 else 0
     queries = ROWS * H * (terms(args.k_pages.dtype) * size + (args.q.dtype.itemsize if config.wide else 0))
-    return ring + queries + merging + 5 * ROWS * 4
+    result = ROWS * H * args.q.dtype.itemsize if config.splits == 1 else 0
+    return ring + queries + merging + result + 6 * ROWS * 4
 
 
+@functools.partial(jax.jit, static_argnames="config")
 def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[Array, "B T N H"]:
     """See ``pallas_kernels.paged_attention``."""
     if reason := refusal(args):
         raise NotImplementedError(reason)
     config = config or default_config(args)
-    B, T, _, H = args.q.shape
-    K, rows = args.kv_heads, T * args.group
+    B, T, N, H = args.q.shape
+    K, rows = args.kv_heads, args.group * head_rows(T)
     blocks = pl.cdiv(rows, ROWS)
-    out_rows = pl.cdiv(rows, 8) * 8 if blocks == 1 and config.consumers > 1 else ROWS
     row_bounds, block_bounds = bounds(args, blocks)
     inputs = _compat.vary_alike(
-        block_bounds, row_bounds, args.page_table, args.scores_scale, packed(args, blocks, out_rows), args.k_pages,
+        block_bounds, row_bounds, args.page_table, args.scores_scale, args.v_scale, padded(args), args.k_pages,
         args.v_pages,
     )  # fmt: skip
+    out_rows = rows if blocks == 1 and config.consumers > 1 else ROWS
     sums = (B, K, config.splits, blocks, ROWS)
-    acc, highest, total = plgpu.kernel(
-        functools.partial(attend, config=config, out_rows=out_rows),
-        out_type=[_compat.out_like(x, jnp.float32, inputs[0]) for x in ((*sums[:-1], out_rows, H), sums, sums)],
+    shapes = [(*sums[:-1], out_rows, H), sums, sums] if config.splits > 1 else [(B, head_rows(T), N * H)]
+    dtype = jnp.float32 if config.splits > 1 else args.q.dtype
+
+    def paged_attention_kernel(*refs: Any, **scratch: Any) -> None:  # by whose name profilers know it
+        attend(*refs, config=config, head_rows=head_rows(T), out_rows=out_rows, **scratch)
+
+    results = plgpu.kernel(
+        paged_attention_kernel,
+        out_type=[_compat.out_like(shape, dtype, inputs[0]) for shape in shapes],
         grid=(config.splits, K, blocks, B),
         grid_names=("split", "head", "block", "b"),
         num_threads=config.consumers + min(config.wide, 1) + 1,
@@ -119,9 +130,18 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
         scratch_types=_scratch(args, config),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*inputs)
-    acc, highest, total, *_ = _compat.vary_alike(acc, highest, total, *inputs)  # Mosaic's outputs do not say so
-    highest, total = (x[..., :out_rows].reshape(B, K, config.splits, -1) for x in (highest, total))
-    return combine_jnp(acc.reshape(B, K, config.splits, -1, H), highest, total, args=args)
+    results = _compat.vary_alike(*results, *inputs)[: len(results)]  # Mosaic's outputs do not say so
+    if config.splits == 1:
+        return results[0][:, :T].reshape(B, T, N, H)
+    acc, highest, total = (_by_head(x, args) for x in results)
+    return combine_jnp(acc, highest, total, args=args)
+
+
+def _by_head(x: Array, args: Arguments) -> Array:
+    """Sums of blocks of rows ``[B, K, splits, blocks, rows, ...]``, as those of query heads."""
+    R = head_rows(args.q.shape[1])
+    flat = x.reshape(*x.shape[:3], -1, *x.shape[5:])[:, :, :, : args.group * R]
+    return flat.reshape(*x.shape[:3], args.group, R, *x.shape[5:])
 
 
 def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
@@ -129,19 +149,20 @@ def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
     slots, wide = config.consumers * config.stages, config.consumers * config.wide
     scratch = {
         "q_s": _tiled((terms(dtype) * ROWS, H), dtype),
-        "bounds_s": plgpu.SMEM((2, ROWS), jnp.int32),
-        "factor_s": plgpu.SMEM((ROWS,), jnp.float32),
+        "bounds_s": plgpu.SMEM((3, ROWS), jnp.int32),
         "k_s": _tiled((slots, S, H), dtype),
         "v_s": _tiled((slots, S, H), dtype),
         "sums_s": plgpu.SMEM((2, ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(num_arrivals=2),
-        "q_ready": plgpu.Barrier(),
+        "q_full": plgpu.Barrier(num_arrivals=len(pieces(head_rows(args.q.shape[1]))) + 1),
         "done": plgpu.Barrier(),
         **{name: plgpu.Barrier(num_barriers=slots) for name in ("k_full", "k_empty", "v_full", "v_empty")},
     }
     if config.consumers > 1:
         scratch["acc_s"] = _tiled((ROWS, H), jnp.float32)
+    if config.splits == 1:
+        scratch["out_s"] = _tiled((ROWS, H), args.q.dtype)
     if wide:
+        scratch |= {"q_ready": plgpu.Barrier(), "factor_s": plgpu.SMEM((ROWS,), jnp.float32)}
         scratch["rows_s"] = _tiled((ROWS, H), args.q.dtype)
         scratch["wide_s"] = _tiled((wide, S, H), args.compute_dtype)
         scratch |= {name: plgpu.Barrier(num_barriers=wide) for name in ("wide_full", "wide_empty")}

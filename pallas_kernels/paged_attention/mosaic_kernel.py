@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels.paged_attention.arguments import page_range
-from pallas_kernels.paged_attention.rows import ROWS
+from pallas_kernels.paged_attention.rows import ROWS, Place
 
 _LOWEST = -1e30  # start of a running maximum: finite, so that no difference of two maxima is inf - inf
 
@@ -59,20 +60,25 @@ class Work:
 
 
 def attend(
-    block_bounds: Any, row_bounds: Any, page_table: Any, scores_scale: Any, q: Any, k_pages: Any, v_pages: Any,
-    acc: Any, highest: Any, total: Any, *, config: Config, out_rows: int, **s: Any,
+    block_bounds: Any, row_bounds: Any, page_table: Any, scores_scale: Any, v_scale: Any, q: Any, k_pages: Any,
+    v_pages: Any, *outputs: Any, config: Config, head_rows: int, out_rows: int, **s: Any,
 ) -> None:  # fmt: skip
-    """One CTA; ``s`` is its scratch."""
+    """One CTA; ``s`` is its scratch. ``outputs`` are the result, or where keys are split the sums of each split."""
     split, head, block, b, me = (lax.axis_index(n) for n in ("split", "head", "block", "b", "warpgroup"))
-    S = k_pages.shape[2]
+    S, H = k_pages.shape[2:]
     edges = [block_bounds[b, block, i] for i in range(4)]
     begin, end = page_range(edges[0], edges[1], S)
     each = pl.cdiv(end - begin, config.splits)
     first = begin + split * each
     work = Work(first, jnp.maximum(jnp.minimum(each, end - first), 0), edges, config)
-    place = (b, head, split, block)
-    outputs = [acc.at[place], highest.at[place], total.at[place]]
+    place = Place(b, head, block, q.shape[2] // (k_pages.shape[1] * H), head_rows)
     consumer, converter, producer = _registers(config)
+
+    def leave(acc: jax.Array, highest: jax.Array, total: jax.Array) -> None:
+        if config.splits == 1:
+            _write_result(acc, total, v_scale[head], place, outputs[0], s)
+        else:
+            _write_sums(acc, highest, total, out_rows, [x.at[b, head, split, block] for x in outputs], s)
 
     @pl.when(me < config.consumers)
     def _():
@@ -81,13 +87,17 @@ def attend(
         @pl.when(work.count > 0)
         def _():
             plgpu.barrier_wait(s["q_full"])
-            _split_queries(me, scores_scale[head], s)
-            _merge(_consume(work, me, s), me, config, out_rows, outputs, s)
+            if config.wide:
+                _split_queries(me, s)
+            _merge(_consume(work, me, scores_scale[head], s), me, config, leave, s)
 
         @pl.when((work.count == 0) & (me == 0))
-        def _():  # the values of an empty split stay unwritten: its total of 0 says so
-            nothing = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-            _write_sums(nothing, nothing, outputs, s)
+        def _():
+            if config.splits == 1:
+                _write_nothing(place, outputs[0], s)
+            else:  # the values of an empty split stay unwritten: its total of 0 says so
+                nothing = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+                _write_sums(None, nothing, nothing, out_rows, [x.at[b, head, split, block] for x in outputs], s)
 
     def convert() -> None:
         plgpu.set_max_registers(converter, action="decrease")
@@ -102,10 +112,12 @@ def attend(
 
         @pl.when(work.count > 0)
         def _():
-            own = q.at[b, head, pl.ds(block * ROWS, out_rows)]
-            plgpu.copy_gmem_to_smem(own, s["rows_s" if config.wide else "q_s"].at[pl.ds(0, out_rows)], s["q_full"])
+            first_page = page_table[b, work.first]  # asked for early: a read takes long
+            for rows, tokens, n, _ in place.pieces():
+                source = q.at[b, tokens, pl.ds(n * H, H)]
+                plgpu.copy_gmem_to_smem(source, s["rows_s" if config.wide else "q_s"].at[rows], s["q_full"])
             plgpu.copy_gmem_to_smem(row_bounds.at[b, block], s["bounds_s"], s["q_full"])
-            _produce(work, page_table.at[b], k_pages, v_pages, head, s)
+            _produce(work, first_page, page_table.at[b], k_pages, v_pages, head, s)
 
 
 def _registers(config: Config) -> tuple[int, int, int]:
@@ -115,24 +127,16 @@ def _registers(config: Config) -> tuple[int, int, int]:
     ]
 
 
-def _split_queries(me: Any, scores_scale: Any, s: dict[str, Any]) -> None:
-    """Leaves queries in ``q_s`` as their products want them, and in ``factor_s`` what makes those base-2 logits.
+def _split_queries(me: Any, s: dict[str, Any]) -> None:
+    """Leaves queries in ``q_s`` as products with fp8 keys want them, and in ``factor_s`` what undoes their scaling.
 
-    Over 16-bit pages they came so. Over fp8 pages the first consumer scales each row by the power of two that fills the
-    range of fp8 and splits it into fp8 terms, each of which holds what the ones before it rounded away: a bfloat16 is
-    their exact sum, unless it is tiny beside its row's largest. Rows that never came stay garbage.
+    The first consumer scales each row by the power of two that fills the range of fp8 and splits it into fp8 terms,
+    each of which holds what the ones before it rounded away: a bfloat16 is their exact sum, unless it is tiny beside
+    its row's largest. Rows that never came stay garbage.
     """
-
-    def leave(factor: jax.Array) -> None:
-        s["factor_s"][...] = factor * scores_scale
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(s["q_ready"])
 
     @pl.when(me == 0)
     def _():
-        if "rows_s" not in s:
-            leave(plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1)))
-            return
         H, dtype = s["rows_s"].shape[1], s["q_s"].dtype
         layout = _copy_layout(H)
         rest = _compat.smem_load(s["rows_s"], layout).astype(jnp.float32)
@@ -144,18 +148,20 @@ def _split_queries(me: Any, scores_scale: Any, s: dict[str, Any]) -> None:
             part = rest.astype(dtype)
             s["q_s"].at[pl.ds(term * ROWS, ROWS)][...] = part
             rest = rest - part.astype(jnp.float32)
-        leave(1 / scale)
+        s["factor_s"][...] = 1 / scale
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(s["q_ready"])
 
     plgpu.barrier_wait(s["q_ready"])
 
 
-def _produce(work: Work, page_table: Any, k_pages: Any, v_pages: Any, head: Any, s: dict[str, Any]) -> None:
+def _produce(work: Work, page: Any, page_table: Any, k_pages: Any, v_pages: Any, head: Any, s: dict[str, Any]) -> None:
     """The producer: page after page into the ring, as slots come free."""
     last = work.first + work.count - 1
 
     def step(i: Any, page: Any) -> Any:
         slot, turn = work.slot(i, work.config.stages)
-        following = page_table[jnp.minimum(work.first + i + 1, last)]  # asked for early: a read takes long
+        following = page_table[jnp.minimum(work.first + i + 1, last)]
         for x, pages in (("k", k_pages), ("v", v_pages)):
 
             @pl.when(turn > 0)
@@ -165,7 +171,7 @@ def _produce(work: Work, page_table: Any, k_pages: Any, v_pages: Any, head: Any,
             plgpu.copy_gmem_to_smem(pages.at[page, head], s[f"{x}_s"].at[slot], s[f"{x}_full"].at[slot])
         return following
 
-    lax.fori_loop(0, work.count, step, page_table[work.first])
+    lax.fori_loop(0, work.count, step, page)
 
 
 def _convert(work: Work, s: dict[str, Any]) -> None:
@@ -217,7 +223,7 @@ def _copy_layout(H: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def _consume(work: Work, me: Any, s: dict[str, Any]) -> _Sums:
+def _consume(work: Work, me: Any, scores_scale: Any, s: dict[str, Any]) -> _Sums:
     """A consumer: the online softmax over its pages, every ``consumers``-th of the CTA's.
 
     Only pages at the ends of the rows' intervals are masked, so the loop comes in parts. The products with the next
@@ -227,7 +233,10 @@ def _consume(work: Work, me: Any, s: dict[str, Any]) -> _Sums:
     column = plgpu.Layout.WGMMA.reduce(1)
     each = config.consumers
     row_low, row_high = (_compat.smem_load(s["bounds_s"].at[i], column) for i in range(2))
-    factor = _compat.smem_load(s["factor_s"], column)
+    factor = jnp.full((ROWS,), scores_scale, jnp.float32)  # what makes products base-2 logits
+    factor = plgpu.layout_cast(factor, column)
+    if config.wide:
+        factor = factor * _compat.smem_load(s["factor_s"], column)
     queries = [s["q_s"].at[pl.ds(term * ROWS, ROWS)] for term in range(s["q_s"].shape[0] // ROWS)]
     if config.wide:  # fp8 queries are few enough to stay in registers, which spares shared memory a third of its reads
         queries = [_compat.smem_load(q, plgpu.Layout.WGMMA_8BIT) for q in queries]
@@ -310,17 +319,11 @@ def _weighted_values(acc: jax.Array, weights: jax.Array, i: Any, work: Work, s: 
     return acc
 
 
-def _across(x: jax.Array, width: int) -> jax.Array:
-    """A number a row, at every column."""
-    return lax.broadcast_in_dim(x, (ROWS, width), [0])
-
-
-def _merge(sums: _Sums, me: Any, config: Config, out_rows: int, outputs: list[Any], s: dict[str, Any]) -> None:
-    """Merges the consumers' sums and writes those of the CTA: all rows of highest and total, ``out_rows`` of acc."""
+def _merge(sums: _Sums, me: Any, config: Config, leave: Callable[..., None], s: dict[str, Any]) -> None:
+    """Merges the consumers' sums and leaves those of the CTA."""
     acc, highest, total = sums
-    if config.consumers == 1:  # straight from registers: there may be no shared memory left to lay it out in
-        outputs[0][...] = acc
-        _write_sums(highest, total, outputs, s)
+    if config.consumers == 1:
+        leave(acc, highest, total)
         return
     column = plgpu.Layout.WGMMA.reduce(1)
 
@@ -338,16 +341,51 @@ def _merge(sums: _Sums, me: Any, config: Config, out_rows: int, outputs: list[An
         new = jnp.maximum(highest, other_highest)
         mine, others = jnp.exp2(highest - new), jnp.exp2(other_highest - new)
         other_acc = _compat.smem_load(s["acc_s"], plgpu.Layout.WGMMA)
-        s["acc_s"][...] = acc * _across(mine, acc.shape[1]) + other_acc * _across(others, acc.shape[1])
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(s["acc_s"].at[pl.ds(0, out_rows)], outputs[0])
-        _write_sums(new, total * mine + other_total * others, outputs, s)
+        H = acc.shape[1]
+        leave(acc * _across(mine, H) + other_acc * _across(others, H), new, total * mine + other_total * others)
 
 
-def _write_sums(highest: jax.Array, total: jax.Array, outputs: list[Any], s: dict[str, Any]) -> None:
+def _write_result(acc: jax.Array, total: jax.Array, v_scale: Any, place: Place, out: Any, s: dict[str, Any]) -> None:
+    """Normalises the weighted values of all keys and writes them, zeros for rows that are no token's."""
+    real = _compat.smem_load(s["bounds_s"].at[2], plgpu.Layout.WGMMA.reduce(1)).astype(jnp.float32)
+    factor = v_scale / jnp.where(total > 0, total, jnp.ones_like(total))
+    H = acc.shape[1]
+    values = jnp.where(_across(real, H) > 0, acc * _across(factor, H), jnp.zeros_like(acc))
+    _copy_result(values, place, out, s)
+
+
+def _write_nothing(place: Place, out: Any, s: dict[str, Any]) -> None:
+    """Zeros, of a sequence that sees no key."""
+    _copy_result(plgpu.layout_cast(jnp.zeros(s["out_s"].shape, jnp.float32), plgpu.Layout.WGMMA), place, out, s)
+
+
+def _copy_result(values: jax.Array, place: Place, out: Any, s: dict[str, Any]) -> None:
+    H = values.shape[1]
+    s["out_s"][...] = values.astype(s["out_s"].dtype)
+    plgpu.commit_smem()
+    for rows, tokens, n, exists in place.pieces():
+        plgpu.copy_smem_to_gmem(s["out_s"].at[rows], out.at[place.b, tokens, pl.ds(n * H, H)], predicate=exists)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _write_sums(
+    acc: jax.Array | None, highest: jax.Array, total: jax.Array, out_rows: int, outputs: list[Any], s: dict[str, Any]
+) -> None:
+    """Writes the sums of a split: all rows of highest and total, ``out_rows`` of acc if there is any."""
+    if acc is not None and "acc_s" not in s:  # straight from registers: no shared memory is left to lay it out in
+        outputs[0][...] = acc
+    elif acc is not None:
+        s["acc_s"][...] = acc
     s["sums_s"][0] = highest
     s["sums_s"][1] = total
     plgpu.commit_smem()
+    if acc is not None and "acc_s" in s:
+        plgpu.copy_smem_to_gmem(s["acc_s"].at[pl.ds(0, out_rows)], outputs[0])
     for i in range(2):
         plgpu.copy_smem_to_gmem(s["sums_s"].at[i], outputs[1 + i])
     plgpu.wait_smem_to_gmem(0)
+
+
+def _across(x: jax.Array, width: int) -> jax.Array:
+    """A number a row, at every column."""
+    return lax.broadcast_in_dim(x, (ROWS, width), [0])

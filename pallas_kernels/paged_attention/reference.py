@@ -11,6 +11,7 @@ from pallas_kernels.masks import visible
 from pallas_kernels.paged_attention.arguments import Arguments
 
 
+@jax.jit
 def paged_attention(args: Arguments) -> Float[Array, "B T N H"]:
     """Gathers each sequence's pages and attends in float32; see ``pallas_kernels.paged_attention``."""
     B, T, N, H = args.q.shape

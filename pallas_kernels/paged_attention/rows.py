@@ -1,14 +1,20 @@
-"""What the Mosaic kernel is given of the queries: rows of each kv head in blocks of 64, and what each row sees."""
+"""What the Mosaic kernel is given of the queries: the order of their rows, and what each row sees."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
 from pallas_kernels.paged_attention.arguments import Arguments, key_range
 
 ROWS = 64  # rows of a block: of a wgmma
+TILE = 8  # rows of a tile of shared memory: of a head's tokens, no fewer can be copied
 
 
 def terms(dtype: jnp.dtype) -> int:
@@ -18,33 +24,68 @@ def terms(dtype: jnp.dtype) -> int:
     return -(-8 // (jnp.finfo(dtype).nmant + 1))
 
 
-def packed(args: Arguments, blocks: int, block_rows: int) -> Float[Array, "B K R H"]:
-    """Queries as rows (token * group + head of the group) of each kv head, in whole blocks of ``block_rows`` rows.
+def head_rows(tokens: int) -> int:
+    """Rows of one query head, R: a power of two of at least a tile, so that blocks and heads divide each other."""
+    return max(TILE, pl.next_power_of_2(tokens))
+
+
+def pieces(head_rows: int) -> list[Any]:
+    """A block of rows, cut where the query head changes."""
+    size = min(head_rows, ROWS)
+    return [pl.ds(start, size) for start in range(0, ROWS, size)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Which rows a CTA has: a block of those of a kv head of a sequence, ``head_rows`` for each of ``group`` heads."""
+
+    b: Any
+    head: Any
+    block: Any
+    group: int
+    head_rows: int
+
+    def pieces(self) -> list[tuple[Any, Any, Any, Any]]:
+        """Runs of rows of one query head: rows of the block, tokens and head they stand for, and whether these exist.
+
+        What does not exist is read as the last head, and never written.
+        """
+        found = []
+        for rows in pieces(self.head_rows):
+            row = self.block * ROWS + rows.start
+            mine = lax.div(row, self.head_rows)
+            tokens = pl.ds(lax.rem(row, self.head_rows), rows.size)
+            found.append((rows, tokens, self.head * self.group + jnp.minimum(mine, self.group - 1), mine < self.group))
+        return found
+
+
+def padded(args: Arguments) -> Float[Array, "B R NH"]:
+    """Queries, a row for every token and those that ``head_rows`` adds, heads side by side.
 
     Over 16-bit pages in their dtype; over fp8 pages as they are, for the kernel to split into ``terms``.
     """
-    B, T, _, H = args.q.shape
-    K, group, dtype = args.kv_heads, args.group, args.k_pages.dtype
-    q = args.q if _compat.is_fp8(dtype) else args.q.astype(dtype)
-    q = jnp.swapaxes(q.reshape(B, T, K, group, H), 1, 2).reshape(B, K, T * group, H)
-    return jnp.pad(q, ((0, 0), (0, 0), (0, blocks * block_rows - T * group), (0, 0)))
+    B, T, N, H = args.q.shape
+    q = args.q if _compat.is_fp8(args.k_pages.dtype) else args.q.astype(args.k_pages.dtype)
+    return jnp.pad(q.reshape(B, T, N * H), ((0, 0), (0, head_rows(T) - T), (0, 0)))
 
 
-def bounds(args: Arguments, blocks: int) -> tuple[Int[Array, "B blocks 2 R"], Int[Array, "B blocks 4"]]:
+def bounds(args: Arguments, blocks: int) -> tuple[Int[Array, "B blocks 3 R"], Int[Array, "B blocks 4"]]:
     """The positions that each row sees, always one interval, and those of a block of rows.
 
     Returns:
-      First position that a row sees and the one past the last. A row of padding or of a token past ``q_length`` takes
-      the bounds of the last token, so as not to need a mask of its own: its result is not used.
+      First position that a row sees, the one past the last, and whether the row is a token's (1) or padding (0). A row
+      of padding or of a token past ``q_length`` takes the bounds of the last token, so as not to need a mask of its
+      own: its result is not used.
       Of each block: the union of its rows' intervals and their intersection, each as first and past the last.
     """
     T = args.q.shape[1]
     row = jnp.arange(blocks * ROWS, dtype=jnp.int32).reshape(1, blocks, ROWS)
     kv_length, q_length, valid_from = (x[:, None, None] for x in (args.kv_length, args.q_length, args.valid_from))
-    own = jnp.minimum(row // args.group, T - 1)
+    own = row % head_rows(T)
     token = jnp.minimum(own, jnp.maximum(q_length - 1, 0))
     low, high = key_range(args, kv_length, q_length, valid_from, token, token)
     low, high = jnp.broadcast_arrays(low, jnp.maximum(high, low))
     start, empty = low.min(2), own[:, :, 0] >= q_length[:, :, 0]
     union = (start, jnp.where(empty, start, high.max(2)))
-    return jnp.stack([low, high], axis=2), jnp.stack([*union, low.max(2), high.min(2)], axis=-1)
+    real = (own < q_length).astype(jnp.int32)
+    return jnp.stack([low, high, real], axis=2), jnp.stack([*union, low.max(2), high.min(2)], axis=-1)

@@ -69,6 +69,7 @@ def default_config(args: Arguments) -> Config:
     return Config(block=block, splits=splits, num_warps=warps, num_stages=stages)
 
 
+@functools.partial(jax.jit, static_argnames=("interpret", "config"))
 def paged_attention(
     args: Arguments, *, interpret: bool = False, config: Config | None = None
 ) -> Float[Array, "B T N H"]:

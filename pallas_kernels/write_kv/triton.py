@@ -5,6 +5,7 @@ RoPE pairs element h of a head with element h + H / 2, so the two halves of a he
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ def refusal(k_pages: jax.Array) -> str | None:
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("interpret", "num_warps"))
 def write_kv(
     k_pages: Float[Array, "P K S H"],
     v_pages: Float[Array, "P K S H"],

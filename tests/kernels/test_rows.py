@@ -1,4 +1,4 @@
-"""What the Mosaic kernel is given, which a CPU can check: packed queries, their fp8 terms, what each row sees."""
+"""What the Mosaic kernel is given, which a CPU can check: the queries' rows, their fp8 terms, what each row sees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels.paged_attention import mosaic
 from pallas_kernels.paged_attention.arguments import checked, key_range, page_range
-from pallas_kernels.paged_attention.rows import ROWS, bounds, packed, terms
+from pallas_kernels.paged_attention.rows import ROWS, Place, bounds, head_rows, padded, terms
 from tests.kernels.cases import BF16, E4M3, E5M2, Geometry, random_call, visible_keys
 
 GEOMETRIES = [
@@ -32,17 +32,19 @@ def arguments(geometry, **changes):
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_bounds_are_what_the_mask_shows(geometry):
     call, args = arguments(geometry)
-    group = geometry.N // geometry.K
-    blocks = -(-geometry.T * group // ROWS)
+    each = head_rows(geometry.T)
+    count = geometry.N // geometry.K * each
+    blocks = -(-count // ROWS)
     rows, union = (np.asarray(x) for x in bounds(args, blocks))
     for b in range(geometry.B):
         for block in range(blocks):
-            tokens = {r // group for r in range(block * ROWS, min((block + 1) * ROWS, geometry.T * group))}
-            seen = [visible_keys(call, b, t) for t in sorted(tokens) if t < call.q_length[b]]
-            for r in range(block * ROWS, min((block + 1) * ROWS, geometry.T * group)):
-                if r // group < call.q_length[b]:
-                    low, high = rows[b, block, :, r % ROWS]
-                    assert list(range(low, high)) == visible_keys(call, b, r // group)
+            tokens = {r: r % each for r in range(block * ROWS, min((block + 1) * ROWS, count))}
+            seen = [visible_keys(call, b, t) for t in sorted(set(tokens.values())) if t < call.q_length[b]]
+            for r, token in tokens.items():
+                low, high, real = rows[b, block, :, r % ROWS]
+                assert real == (token < call.q_length[b])
+                if real:
+                    assert list(range(low, high)) == visible_keys(call, b, token)
             every = sorted(set().union(*map(set, seen)))
             low, high = union[b, block, :2]
             assert list(range(low, high)) == every or (high <= low and not every)
@@ -79,14 +81,26 @@ def test_terms_of_a_query_hold_all_bits_of_bfloat16(dtype, count):
     assert (x == 0).all()
 
 
-def test_packed_rows_are_tokens_times_heads():
-    call, args = arguments(Geometry(B=4, T=3, N=6, K=2, M=4, dtype=E4M3))
-    rows = np.asarray(packed(args, 1, 16), np.float32)
-    assert rows.shape == (4, 2, 16, 64)
-    for token in range(3):
-        for head in range(6):
-            np.testing.assert_array_equal(rows[:, head // 3, token * 3 + head % 3], np.float32(call.q[:, token, head]))
-    assert (rows[:, :, 9:] == 0).all()
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 8), (3, 8), (8, 8), (9, 16), (16, 16), (65, 128)])
+def test_rows_of_a_head_are_its_tokens_and_padding(tokens, rows):
+    call, args = arguments(Geometry(B=4, T=tokens, N=6, K=2, M=4, dtype=E4M3))
+    found = np.asarray(padded(args), np.float32)
+    assert found.shape == (4, rows, 6 * 64)
+    np.testing.assert_array_equal(found[:, :tokens].reshape(4, tokens, 6, 64), np.float32(call.q))
+    assert (found[:, tokens:] == 0).all()
+
+
+@pytest.mark.parametrize(("rows", "group"), [(8, 3), (8, 8), (16, 4), (16, 5), (64, 2), (128, 2)])
+def test_pieces_are_every_row_of_every_head_once(rows, group):
+    written = []
+    for block in range(-(-rows * group // ROWS)):
+        place = Place(0, 1, jnp.int32(block), group, rows)
+        for where, tokens, head, exists in place.pieces():
+            assert int(head) < 2 * group  # of kv head 1: read, if not written
+            if exists:
+                assert block * ROWS + where.start == (int(head) - group) * rows + int(tokens.start)
+                written += [(int(head), int(tokens.start) + i) for i in range(where.size)]
+    assert sorted(written) == [(head, token) for head in range(group, 2 * group) for token in range(rows)]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +109,7 @@ def test_packed_rows_are_tokens_times_heads():
         (Geometry(B=1, T=1, N=1, K=1, H=64, S=64, dtype=jnp.float32), "these are float32"),
         (Geometry(B=1, T=1, N=1, K=1, H=32, S=64), "a head size of 64, 128 or 256; this is 32"),
         (Geometry(B=1, T=1, N=1, K=1, H=64, S=16), "pages of 64 tokens; these hold 16"),
-        (Geometry(B=1, T=65, N=8, K=2, H=64, S=64), "65 tokens x 4 heads are 260"),
+        (Geometry(B=1, T=65, N=8, K=2, H=64, S=64), "4 heads of 65 tokens, rounded up to 128, are 512"),
     ],
 )
 def test_mosaic_refuses_in_a_sentence(geometry, sentence):
