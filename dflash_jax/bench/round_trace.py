@@ -25,10 +25,11 @@ PARTS = (
     ("copies", re.compile(r"memcpy|memset", re.IGNORECASE)),
     ("forcing", re.compile(r"keep_exactly")),
     ("prefill", re.compile(r"jit_prefill|jit\(prefill\)")),
-    ("head", re.compile(r"DraftModel\.tokens|\.logits|logits_of")),
+    ("head", re.compile(r"DraftModel\.tokens|\.logits|logits_of|jit[_(]commit.*(cublas|nvjet)")),
     ("draft_context", re.compile(r"write_context")),
     ("draft", re.compile(r"jit_draft|jit\(draft\)|DraftModel")),
     ("sampling", re.compile(r"jit_commit|jit\(commit\)")),
+    ("verify_other", re.compile(r"add_norm")),
     (
         "verify_attention",  # projections are written in self_attn, the attention itself beside it
         re.compile(r"paged_attention|write_kv|BKGTs|layers_\d+/(?!mlp|self_attn)\S*(pallas|mosaic)", re.IGNORECASE),

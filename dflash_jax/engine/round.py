@@ -206,12 +206,12 @@ def score(params: Params, hidden: Float[Array, "1 T D"], following: Int[Array, "
 def bind(params: tuple[Params, Params], spec: StepSpec) -> tuple[TargetModel, DraftModel | None]:
     """The models of a step with their parameters."""
     target = bind_target(params[0], spec)
-    return target, None if spec.draft is None else DraftModel(spec.draft).bind({"params": params[1]})
+    return target, None if spec.draft is None else DraftModel(spec.draft, spec.mesh).bind({"params": params[1]})
 
 
 def bind_target(params: Params, spec: StepSpec) -> TargetModel:
     """The target with all of its parameters, or with those outside its layers for its embedding and head alone."""
-    return TargetModel(spec.target).bind({"params": params})
+    return TargetModel(spec.target, spec.mesh).bind({"params": params})
 
 
 def block_positions(slots: Slots, tables: Tables, length: int) -> Int[Array, "B T"]:

@@ -9,10 +9,11 @@ from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DraftConfig
-from dflash_jax.models.layers import DecoderLayer, KVCache, project, rms_norm, rope_tables
+from dflash_jax.models.layers import DecoderLayer, KVCache, project, rms_norm, rope_tables, run_layers
 from dflash_jax.models.tables import declare, outer_table
 from dflash_jax.models.target import logits_of
 
@@ -22,14 +23,15 @@ class DraftModel(nn.Module):
 
     The cache of a drafter holds context keys and values at positions 0..n-1. A block writes its own keys and
     values from position n on; they are garbage once the block is verified, and never seen again: the next
-    context overwrites the accepted positions, the next block the rest.
+    context overwrites the accepted positions, the next block the rest. `mesh` is that of the layers.
     """
 
     config: DraftConfig
+    mesh: Mesh | None = None
 
     def setup(self) -> None:
         self.weights = declare(self, outer_table(self.config), self.config)
-        self.layers = [DecoderLayer(self.config, i) for i in range(self.config.num_hidden_layers)]
+        self.layers = [DecoderLayer(self.config, i, self.mesh) for i in range(self.config.num_hidden_layers)]
 
     def write_context(self, features: Float[Array, "B T C"], positions: Int[Array, "B T"], cache: KVCache) -> KVCache:
         """Turn tapped hidden states of processed tokens into context keys and values of every layer.
@@ -55,12 +57,8 @@ class DraftModel(nn.Module):
             positions: n..n+G-1 where n is the length of the context; negative rows belong to idle sequences.
             cache: the drafter's, with context at positions 0..n-1.
         """
-        x = block
-        rope = rope_tables(self.config, positions)
-        kv_length = positions.max(axis=1) + 1
-        for layer in self.layers:
-            x, cache = layer(x, rope, positions, kv_length, cache)
-        return rms_norm(x, self.weights["norm"], self.config.rms_norm_eps), cache
+        _, hidden, cache = run_layers(self.layers, block, self.weights["norm"], positions, cache)
+        return hidden, cache
 
     def tokens(self, hidden: Float[Array, "B T D"], target_head: Float[Array, "V D"]) -> Int[Array, "B T"]:
         """The likeliest token of each row, in the target's vocabulary."""

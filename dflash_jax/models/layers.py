@@ -7,6 +7,8 @@ writes to and attends over a `KVCache` that it is handed and hands back.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import flax.linen as nn
@@ -14,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig, LayerMask, RopeConfig
 from dflash_jax.models.quantized import Quantized
 from dflash_jax.models.tables import attention_table, declare, mlp_table, norms_table
+from pallas_kernels import add_norm
 from pallas_kernels.rotary import Rotary, rms_norm
 
 
@@ -171,10 +175,14 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One pre-norm decoder layer; layer `index` of its cache and of its configuration's masks."""
+    """One pre-norm decoder layer; layer `index` of its cache and of its configuration's masks.
+
+    On a mesh it runs kernels, which serve and know no gradients; without one, what can be trained.
+    """
 
     config: DecoderConfig
     index: int
+    mesh: Mesh | None = None
 
     def setup(self) -> None:
         self.norms = declare(self, norms_table(), self.config)
@@ -184,17 +192,43 @@ class DecoderLayer(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
+        h: Float[Array, "B T D"],
+        next_norm: Float[Array, " D"],
         rope: Rope,
         positions: Int[Array, "B T"],
         kv_length: Int[Array, " B"],
         cache: KVCache,
-    ) -> tuple[Float[Array, "B T D"], KVCache]:
-        eps = self.config.rms_norm_eps
-        heads = self.self_attn.heads(rms_norm(x, self.norms["input_layernorm"], eps))
-        q, cache = cache.write(self.index, heads, self.self_attn.rotary(rope), positions)
-        x = x + self.self_attn.output(cache.attend(self.index, q, positions, kv_length, self.config.layers[self.index]))
-        h = rms_norm(x, self.norms["post_attention_layernorm"], eps)
-        return x + self.mlp(h), cache
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], KVCache]:
+        """The residual stream after the layer, the same normed for what follows, and the cache.
+
+        A norm belongs to the addition before it, which the same kernel does: so h is x after this layer's input norm,
+        and the layer ends with that of the next.
+
+        Args:
+            x: the residual stream.
+            h: the same, normed.
+            next_norm: weight of the next layer's input norm, or of the model's last one.
+            rope: cosines and sines of the positions.
+            positions: of the tokens.
+            kv_length: as for `KVCache.attend`.
+            cache: keys and values of earlier positions.
+        """
+        q, cache = cache.write(self.index, self.self_attn.heads(h), self.self_attn.rotary(rope), positions)
+        y = self.self_attn.output(cache.attend(self.index, q, positions, kv_length, self.config.layers[self.index]))
+        x, h = self._add_norm(x, y, self.norms["post_attention_layernorm"])
+        return *self._add_norm(x, self.mlp(h), next_norm), cache
+
+    def _add_norm(
+        self, x: Float[Array, "B T D"], y: Float[Array, "B T D"], weight: Float[Array, " D"]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """X + y, and the same normed."""
+        function = partial(add_norm, eps=self.config.rms_norm_eps)
+        if self.mesh is None:
+            return function(x, y, weight, implementation="reference")
+        if self.mesh.size > 1:  # XLA cannot split a kernel: every device does the whole
+            whole = PartitionSpec()
+            function = jax.shard_map(function, mesh=self.mesh, in_specs=whole, out_specs=whole, check_vma=False)
+        return function(x, y, weight)
 
     def write_context(
         self, context: Float[Array, "B T D"], rope: Rope, positions: Int[Array, "B T"], cache: KVCache
@@ -202,3 +236,27 @@ class DecoderLayer(nn.Module):
         """Keys and values of context features (drafter layers only): no input norm, no MLP."""
         heads = self.self_attn.keys_values(context)
         return cache.write(self.index, heads, self.self_attn.rotary(rope), positions)[1]
+
+
+def run_layers(
+    layers: Sequence[DecoderLayer],
+    x: Float[Array, "B T D"],
+    last_norm: Float[Array, " D"],
+    positions: Int[Array, "B T"],
+    cache: KVCache,
+) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], KVCache]:
+    """All layers of a model over embeddings x; `last_norm` is the weight of the norm after them.
+
+    Returns:
+        The residual stream after each layer; hidden states after the last norm; the cache.
+    """
+    config = layers[0].config
+    rope = rope_tables(config, positions)
+    kv_length = positions.max(axis=1) + 1
+    first, *rest = (layer.norms["input_layernorm"] for layer in layers)
+    h = rms_norm(x, first, config.rms_norm_eps)
+    outputs = []
+    for layer, next_norm in zip(layers, [*rest, last_norm], strict=True):
+        x, h, cache = layer(x, h, next_norm, rope, positions, kv_length, cache)
+        outputs.append(x)
+    return outputs, h, cache

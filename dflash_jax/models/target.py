@@ -5,25 +5,27 @@ from __future__ import annotations
 import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.models.layers import DecoderLayer, KVCache, rms_norm, rope_tables
+from dflash_jax.models.layers import DecoderLayer, KVCache, run_layers
 from dflash_jax.models.quantized import Quantized
 from dflash_jax.models.tables import declare, outer_table
 
 
 class TargetModel(nn.Module):
-    """A decoder-only language model whose hidden states can be tapped.
+    """A decoder-only language model whose hidden states can be tapped; `mesh` is that of its layers.
 
     Source: transformers' Qwen3ForCausalLM and LlamaForCausalLM.
     """
 
     config: TargetConfig
+    mesh: Mesh | None = None
 
     def setup(self) -> None:
         self.weights = declare(self, outer_table(self.config), self.config)
-        self.layers = [DecoderLayer(self.config, i) for i in range(self.config.num_hidden_layers)]
+        self.layers = [DecoderLayer(self.config, i, self.mesh) for i in range(self.config.num_hidden_layers)]
 
     def __call__(
         self,
@@ -45,15 +47,9 @@ class TargetModel(nn.Module):
             cache.
         """
         x = self.embed(tokens)
-        rope = rope_tables(self.config, positions)
-        kv_length = positions.max(axis=1) + 1
-        tapped = {}
-        for i, layer in enumerate(self.layers):
-            x, cache = layer(x, rope, positions, kv_length, cache)
-            if i in taps:
-                tapped[i] = x
-        features = jnp.concatenate([x[..., :0], *(tapped[i] for i in taps)], axis=-1)
-        return rms_norm(x, self.weights["norm"], self.config.rms_norm_eps), features, cache
+        outputs, hidden, cache = run_layers(self.layers, x, self.weights["norm"], positions, cache)
+        features = jnp.concatenate([x[..., :0], *(outputs[i] for i in taps)], axis=-1)
+        return hidden, features, cache
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Token embeddings; the drafter shares them."""

@@ -264,6 +264,8 @@ def test_no_preset_is_left_out():
         ("jit(verify)/TargetModel/layers_3/shard_map/x", "paged_attention_combine", "verify_attention"),
         ("jit(verify)/TargetModel/layers_3/y", "write_kv", "verify_attention"),
         ("jit(verify)/TargetModel/layers_3/rsqrt", "loop_fusion", "verify_other"),
+        ("jit(verify)/TargetModel/layers_3/add_norm/shard_map/pallas_call", "add_norm", "verify_other"),
+        ("jit(draft)/DraftModel/layers_0/add_norm/pallas_call", "add_norm", "draft"),
         ("jit(verify)/DraftModel.write_context/layers_1.write_context/dot_general", "nvjet", "draft_context"),
         ("jit(draft)/DraftModel/layers_0/mlp/dot_general", "nvjet", "draft"),
         ("jit(draft)/DraftModel.tokens/reduce", "reduce", "head"),

@@ -1,0 +1,69 @@
+"""What stands between two blocks of a pre-norm layer: the residual addition, and the RMS norm of the sum."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import _compat
+from pallas_kernels.add_norm import reference, triton
+
+Implementation = Literal["triton", "reference"]
+
+
+def add_norm(
+    x: Float[Array, "*T D"],
+    y: Float[Array, "*T D"],
+    weight: Float[Array, " D"],
+    eps: float,
+    *,
+    implementation: Implementation | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
+    """``x + y`` and its RMS norm, of any number of tokens (any leading axes).
+
+    Args:
+      x: the residual stream; bf16, f16 or f32.
+      y: what a block adds to it.
+      weight: of the norm.
+      eps: of the norm, added to the mean of the squares.
+      implementation: ``"triton"`` or ``"reference"``; None picks Triton on NVIDIA GPUs from sm_89. Only the reference
+        can be differentiated, and split by XLA over several devices; the kernel wants a ``shard_map`` around it there.
+      interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
+
+    Returns:
+      The sum, and ``rms_norm(sum, weight, eps)``: rounded where that rounds, first of all to the dtype of the sum.
+
+    Raises:
+      ValueError: shapes or dtypes that do not belong together; the message prints them.
+      NotImplementedError: what the chosen implementation cannot do, in a sentence.
+    """
+    _check(x, y, weight)
+    match implementation or _fastest(x, interpret):
+        case "triton":
+            return triton.add_norm(x, y, weight, eps, interpret=interpret)
+        case "reference":
+            return reference.add_norm(x, y, weight, eps)
+        case other:
+            raise ValueError(f"implementation must be 'triton', 'reference' or None; got {other!r}")
+
+
+def _fastest(x: jax.Array, interpret: bool) -> Implementation:
+    if interpret:
+        return "triton"
+    capability = _compat.compute_capability()
+    able = capability is not None and capability >= (8, 9) and triton.refusal(x) is None
+    return "triton" if able else "reference"
+
+
+def _check(x: Any, y: Any, weight: Any) -> None:
+    if x.ndim < 1 or y.shape != x.shape or weight.shape != x.shape[-1:]:
+        raise ValueError(
+            "x and y must be alike, [*T, D], and weight [D]; "
+            f"got {list(x.shape)}, {list(y.shape)} and {list(weight.shape)}"
+        )
+    if not all(jnp.issubdtype(a.dtype, jnp.floating) for a in (x, y, weight)):
+        raise ValueError(f"x, y and weight must be floating; got {x.dtype}, {y.dtype} and {weight.dtype}")
