@@ -40,6 +40,9 @@ from dflash_jax.models.dflash import DraftModel
 from dflash_jax.models.layers import KVCache
 from dflash_jax.models.target import TargetModel
 
+# Without this XLA multiplies by several weights at once where they share an operand (a drafter's context, of all its
+# layers): and to do so copies all these weights into one array, in every round.
+OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 SCORED_ROWS = 64  # logits of prompts are computed for so many tokens at a time, never for a whole chunk
 
 
@@ -63,7 +66,7 @@ class FlatParams:
         return params
 
 
-@partial(jax.jit, static_argnames="spec", donate_argnames="cache")
+@partial(jax.jit, static_argnames="spec", donate_argnames="cache", compiler_options=OPTIONS)
 def draft(
     params: tuple[Params, Params], slots: Slots, cache: PagedKVCache, tables: Tables, *, spec: StepSpec
 ) -> tuple[Int[Array, "B G"], PagedKVCache]:
@@ -85,7 +88,7 @@ def draft(
     return spec.replicate(block), pools_of(after)
 
 
-@partial(jax.jit, static_argnames=("spec", "length"), donate_argnames="caches")
+@partial(jax.jit, static_argnames=("spec", "length"), donate_argnames="caches", compiler_options=OPTIONS)
 def verify(
     params: FlatParams,
     slots: Slots,
@@ -166,7 +169,7 @@ def commit(
     return spec.replicate((slots, controls, Emitted(tokens, jnp.where(broken, -1, count), logprobs)))
 
 
-@partial(jax.jit, static_argnames="spec", donate_argnames=("slots", "caches"))
+@partial(jax.jit, static_argnames="spec", donate_argnames=("slots", "caches"), compiler_options=OPTIONS)
 def prefill(
     params: FlatParams, slots: Slots, caches: Caches, chunk: Chunk, *, spec: StepSpec
 ) -> tuple[Slots, Caches, Float[Array, "B T D"], Float[Array, "B 1 D"]]:
