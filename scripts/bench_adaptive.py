@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from dflash_jax.bench.round_engine import random_sequences
 from dflash_jax.bench.round_models import configs_of, random_params
 from dflash_jax.config import DraftConfig, EngineArgs, EngineConfig, TargetConfig
+from dflash_jax.config.engine import DRAFT_QUANTIZATIONS
 from dflash_jax.engine.adaptive import BlockLengths
-from dflash_jax.engine.engine import Engine, Model
+from dflash_jax.engine.engine import Engine, Model, quantized
 from dflash_jax.engine.sharding import Mesh
 from dflash_jax.env import claim_device_memory, enable_compilation_cache
 from pallas_kernels.timing import save
@@ -90,7 +91,7 @@ def run(engine: Engine, batch: int, context: int, tokens: int, *, speculation: b
     }
 
 
-def measure(name: str, models: tuple[Model, Model], args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(name: str, models: Seq[Model], args: argparse.Namespace) -> list[dict[str, Any]]:
     """All batches and repeats of one kind of speculation; each repeat knows of nothing that was learned before."""
     target, draft = models[0], None if name == "plain" else models[1]
     assert isinstance(target.config, TargetConfig)
@@ -100,6 +101,7 @@ def measure(name: str, models: tuple[Model, Model], args: argparse.Namespace) ->
         max_model_len=args.context + args.tokens + 64,
         num_speculative_tokens=draft_config.block_size - 1 if draft_config and name == "fixed" else None,
         kv_cache_dtype=args.kv_cache_dtype,
+        draft_quantization=args.draft_quantization if draft_config else None,
         compile_at_start=False,
     )
     config = EngineConfig.of(given, target.config, draft_config)
@@ -141,6 +143,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="to decode, of which the second half is timed")
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement; the median is compared")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--draft-quantization", choices=DRAFT_QUANTIZATIONS, help="of the drafter's matrix products")
     parser.add_argument("--small", action="store_true", help="a small model, to try the script on a CPU")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -148,10 +151,12 @@ def main() -> None:
     enable_compilation_cache()
     target, draft = configs_of("tiny" if args.small else "qwen3-8b", None, sliding_window=SLIDING_WINDOW)
     dtype, mesh = jnp.dtype("bfloat16"), Mesh.of(1)
-    models = (
+    models = [
         Model(target, random_params(target, dtype, mesh, 0), None),
         Model(draft, random_params(draft, dtype, mesh, 1), None),
-    )
+    ]
+    if args.draft_quantization:
+        models[1] = quantized(models[1], models[0], mesh)
     rows = []
     for name in args.speculation:
         rows += measure(name, models, args)
