@@ -26,8 +26,9 @@ from dflash_jax.config import (
 )
 from dflash_jax.core import SEED_LIMIT, CompletionOutput, Prompt, SamplingParams, is_int
 from dflash_jax.engine.constraints import Constraints
-from dflash_jax.engine.engine import Engine, Model, quantized
+from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.memory import explain_out_of_memory
+from dflash_jax.engine.model import Model, quantized
 from dflash_jax.engine.request import Request, cache_salt_of, check_params, tokenize
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.sharding import Mesh

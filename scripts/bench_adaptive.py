@@ -27,7 +27,8 @@ from dflash_jax.bench.round_models import configs_of, random_params
 from dflash_jax.config import DraftConfig, EngineArgs, EngineConfig, TargetConfig
 from dflash_jax.config.engine import DRAFT_QUANTIZATIONS
 from dflash_jax.engine.adaptive import BlockLengths
-from dflash_jax.engine.engine import Engine, Model, quantized
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.model import Model, quantized
 from dflash_jax.engine.sharding import Mesh
 from dflash_jax.env import claim_device_memory, enable_compilation_cache
 from pallas_kernels.timing import save

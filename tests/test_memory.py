@@ -12,6 +12,7 @@ from dflash_jax.config import EngineArgs, EngineConfig, draft_config, target_con
 from dflash_jax.engine import memory
 from dflash_jax.engine.memory import capacity_of, explain_out_of_memory, make_caches, plan_layout
 from dflash_jax.engine.sharding import Mesh
+from dflash_jax.engine.state import DEFERRED
 from dflash_jax.errors import ConfigError
 from tests.pairs import DRAFT, TARGET, write_model
 
@@ -114,7 +115,11 @@ def test_pools_take_the_memory_that_was_planned(devices, draft_dtype):
     )
     layout = plan_layout(*SMALL, config)
     caches = make_caches(*SMALL, layout, config, Mesh.of(devices))
-    taken = sum(shard.data.nbytes for pool in jax.tree.leaves(caches) for shard in pool.addressable_shards)
+    taken = sum(
+        shard.data.nbytes
+        for pool in jax.tree.leaves((caches.target, caches.draft))
+        for shard in pool.addressable_shards
+    )
     page = layout.page_size * memory.group_bytes(*SMALL, config)[memory.FULL]
     assert budget - page < taken <= budget
 
@@ -142,9 +147,10 @@ def test_what_a_step_takes():
         memory.working_bytes(*PAIR, options(PAIR, **more))
         for more in ({"max_num_seqs": 1}, {"max_num_seqs": 64}, {"max_num_seqs": 1, "max_num_batched_tokens": 16384})
     )
-    assert few == chunk + memory.SAMPLING_STATE_BYTES * 151936  # the chunk is larger than a round of one sequence
-    assert many == rounds + memory.SAMPLING_STATE_BYTES * 64 * 151936
-    assert longer == 2 * chunk + memory.SAMPLING_STATE_BYTES * 151936
+    slot = memory.SAMPLING_STATE_BYTES * 151936 + 2 * DEFERRED * 5 * 4096
+    assert few == chunk + slot  # the chunk is larger than a round of one sequence
+    assert many == rounds + 64 * slot
+    assert longer == 2 * chunk + slot
 
 
 def test_no_room_is_no_negative_number(monkeypatch):

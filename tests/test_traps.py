@@ -4,6 +4,7 @@ Each must leave the answer as it is (a drafter cannot change it) and spoil the a
 reference, so that the golden tests would fail.
 """
 
+import itertools
 from dataclasses import replace
 
 import jax
@@ -14,6 +15,7 @@ import pytest
 from dflash_jax import frontend
 from dflash_jax.config import LayerMask
 from dflash_jax.engine import round as steps
+from dflash_jax.engine.state import DEFERRED
 from dflash_jax.models.dflash import DraftModel
 from dflash_jax.models.layers import DecoderLayer, rms_norm
 from tests.pairs import empty_cache, golden_cases, golden_llm, greedy, prompt, tokens_of
@@ -188,27 +190,34 @@ def test_healthy_code_has_the_acceptance_of_the_reference():
     assert output.metrics.acceptance_lengths[:4] == CASE["acceptance_lengths"][:4] == [BLOCK] * 4
 
 
-def test_drafter_context_holds_features_and_nothing_of_the_block():
-    """After a round, every position below n holds what write_context gives for the whole text at once."""
+@pytest.mark.parametrize("plain", [0, 1, 3, DEFERRED, DEFERRED + 3], ids="{} plain rounds".format)
+def test_drafter_context_holds_features_and_nothing_of_the_block(plain):
+    """After a round with drafts, every position below n holds what write_context gives for the whole text at once."""
     llm = golden_llm(PAIR, page_size=PAGE, max_num_seqs=1)
     engine, text = llm.engine, CASE["input_ids"] + CASE["output_ids"]
     kept = {}
     verify, commit = steps.verify, steps.commit
 
+    lengths = itertools.cycle([1] * plain + [BLOCK])
+
     def spy_verify(params, slots, caches, tables, block, **static):
         hidden, caches = verify(params, slots, caches, tables, block, **static)
+        if block is None:
+            return hidden, caches
         kept["full"], kept["sliding"] = map(np.asarray, (tables.full[0], tables.sliding[0]))
         kept["keys"], kept["group_of"] = [np.asarray(k) for k in caches.draft.keys], caches.draft.group_of
         return hidden, caches
 
     def spy_commit(*arguments, **static):
         slots, controls, emitted = commit(*arguments, **static)
-        kept["length"] = int(slots.length[0])
+        if arguments[5] is not None:  # the block
+            kept["length"] = int(slots.length[0])
         return slots, controls, emitted
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steps, "verify", spy_verify)
         patch.setattr(steps, "commit", spy_commit)
+        patch.setattr(engine, "_round_length", lambda *_: next(lengths))
         llm.generate(prompt(*CASE["input_ids"]), greedy(40))
 
     length = kept["length"]

@@ -28,8 +28,8 @@ from dflash_jax.bench.round_engine import RoundEngine, decode, finish, random_se
 from dflash_jax.bench.round_models import PRESETS, configs_of, random_params
 from dflash_jax.config import DraftConfig, EngineArgs, EngineConfig, TargetConfig
 from dflash_jax.config.engine import DRAFT_QUANTIZATIONS, DTYPES, KV_CACHE_DTYPES
-from dflash_jax.engine.engine import Model, quantized
 from dflash_jax.engine.memory import explain_out_of_memory
+from dflash_jax.engine.model import Model, quantized
 from dflash_jax.engine.sharding import Mesh
 from dflash_jax.env import claim_device_memory, enable_compilation_cache
 from dflash_jax.errors import ConfigError, DFlashError

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from dflash_jax.core import CompletionOutput, SamplingParams
-from dflash_jax.engine.engine import Engine, InFlight, ScoreInFlight
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.in_flight import InFlight, ScoreInFlight
 from dflash_jax.engine.inputs import slots_of
 from dflash_jax.engine.scheduler import Running
 from dflash_jax.engine.sequence import Sequence

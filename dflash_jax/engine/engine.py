@@ -12,81 +12,42 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.checkpoint.loader import KVScales, Params
+from dflash_jax.checkpoint.loader import Params
 from dflash_jax.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_jax.core import EngineStats
 from dflash_jax.engine import round as steps
 from dflash_jax.engine.adaptive import BlockLengths, RoundClock
 from dflash_jax.engine.constraints import fill_masks
 from dflash_jax.engine.controls import bits_of, controls_of, empty_controls, set_controls
+from dflash_jax.engine.in_flight import InFlight, ScoreInFlight
 from dflash_jax.engine.inputs import SamplerRows, chunk_of, mode_of_all, slots_of, tables_of, uses_controls
-from dflash_jax.engine.memory import explain_out_of_memory, log_capacity, make_caches, plan_layout
+from dflash_jax.engine.memory import log_capacity, make_caches, plan_layout
+from dflash_jax.engine.model import Model
 from dflash_jax.engine.outputs import EmissionCounts, take_emitted, take_prompt_logprobs
 from dflash_jax.engine.scheduler import Running, Scheduler
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.shapes import Shapes
 from dflash_jax.engine.sharding import Mesh
-from dflash_jax.engine.state import CONTROLLED_MODES, Controls, Emitted, Logprobs, Sampler, Slots, StepSpec
+from dflash_jax.engine.state import (
+    CONTROLLED_MODES,
+    DEFERRED,
+    Controls,
+    Emitted,
+    Sampler,
+    Slots,
+    StepSpec,
+    Tables,
+)
 from dflash_jax.engine.warmup import compile_counter, compile_steps
 from dflash_jax.errors import QueueFullError
 from dflash_jax.models.quantized import quantize_draft
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Model:
-    """Parameters, what they mean, and the scales of fp8 keys and values if the checkpoint has any."""
-
-    config: TargetConfig | DraftConfig
-    params: Params
-    kv_scales: KVScales | None
-
-
-def quantized(draft: Model, target: Model, mesh: Mesh) -> Model:
-    """A drafter whose matrix products, and the copy of the target's head that it reads, are in fp8.
-
-    Raises:
-        ConfigError: it does not fit in the memory.
-    """
-    assert isinstance(draft.config, DraftConfig)
-    with explain_out_of_memory():
-        params = quantize_draft(draft.params, draft.config, target.params, mesh.place)
-        return replace(draft, params=jax.block_until_ready(params))
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """A step whose tokens have not been read.
-
-    Attributes:
-        running: the sequence of each row, None for a row that emits nothing.
-        emitted: tokens of a round, or the first tokens behind prompts.
-        length: tokens that a round verified; 0 for a prefill.
-        batch: rows that a round was padded to.
-        is_timed: whether nothing but a round stands before it on the device, and nothing was compiled for it.
-    """
-
-    running: Seq[Running | None]
-    emitted: Emitted
-    length: int = 0
-    batch: int = 0
-    is_timed: bool = False
-
-
-@dataclass(frozen=True)
-class ScoreInFlight:
-    """Log-probabilities, not read yet, of a prompt's tokens from position `start` + 1 on."""
-
-    running: Running
-    start: int
-    scored: Logprobs
 
 
 class Engine:
@@ -318,6 +279,8 @@ class Engine:
         length = self._round_length(rounds, rows)
         tables = tables_of(self.scheduler, rounds, rows, self._table_width(rounds))
         block = None
+        if self.spec.block > 1:
+            self._defer_or_catch_up(rounds, tables, is_drafted=length > 1)
         if length > 1:
             block, cache = steps.draft(self._shared, self._slots, self._caches.draft, tables, spec=self.spec)
             self._caches = self._caches.with_draft(cache)
@@ -335,6 +298,22 @@ class Engine:
         self._push(InFlight(rounds, emitted, length, rows, is_timed))
         self._follows_prefill = False
         return changed
+
+    def _defer_or_catch_up(self, rounds: list[Running], tables: Tables, *, is_drafted: bool) -> None:
+        """Before a round: write the drafter's context that it needs, or that there is no more room to keep waiting."""
+        most = max(r.deferred for r in rounds)
+        if most == DEFERRED or (is_drafted and most):
+            deferred = np.zeros(len(tables.packed), np.int32)
+            deferred[: len(rounds)] = [r.deferred for r in rounds]
+            caches = self._caches
+            after = steps.catch_up(
+                self._shared, self._slots, caches.draft, caches.features, tables, deferred, spec=self.spec
+            )
+            self._caches = caches.with_draft(after)
+            for running in rounds:
+                running.deferred = 0
+        for running in rounds:
+            running.deferred += not is_drafted
 
     def _round_length(self, rounds: list[Running], rows: int) -> int:
         """How many tokens a round verifies; the choice changes no output."""

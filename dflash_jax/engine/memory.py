@@ -15,7 +15,7 @@ from dflash_jax.checkpoint.loader import KVScales
 from dflash_jax.config import DecoderConfig, DraftConfig, EngineConfig, TargetConfig
 from dflash_jax.engine.scheduler import Layout
 from dflash_jax.engine.sharding import Mesh
-from dflash_jax.engine.state import Caches
+from dflash_jax.engine.state import DEFERRED, Caches
 from dflash_jax.errors import ConfigError
 
 CPU_CACHE_BYTES = 4 << 30  # without a device that says how much it has
@@ -161,14 +161,20 @@ def free_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineCo
 
 
 def working_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> int:
-    """Bytes on one device for all but parameters and pools: the state of sampling and the larger kind of step.
+    """Bytes on one device for all but parameters and pools: state of sampling, deferred features, the larger step.
 
     An estimate from above. Steps run one after another, so that their temporaries share the memory.
     """
-    state = SAMPLING_STATE_BYTES * config.max_num_seqs * target.vocab_size
+    deferred = DEFERRED * feature_size(target, draft) * config.dtype.itemsize
+    state = config.max_num_seqs * (SAMPLING_STATE_BYTES * target.vocab_size + deferred)
     verified = config.max_num_seqs * (config.num_speculative_tokens + 1)
     prefill = step_bytes(target, draft, config, tokens=config.max_num_batched_tokens, rows=config.max_num_seqs)
     return state + max(prefill, step_bytes(target, draft, config, tokens=verified, rows=verified))
+
+
+def feature_size(target: TargetConfig, draft: DraftConfig | None) -> int:
+    """C, the features of a token that the drafter is told."""
+    return 0 if draft is None else len(draft.target_layer_ids) * target.hidden_size
 
 
 def step_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig, *, tokens: int, rows: int) -> int:
@@ -190,7 +196,7 @@ def step_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineCo
         heads = (split(model.num_attention_heads) + 2 * split(model.num_key_value_heads)) * model.head_dim
         return 4 * model.hidden_size + max(3 * split(model.intermediate_size), 2 * heads)
 
-    features = 0 if draft is None else len(draft.target_layer_ids) * target.hidden_size
+    features = feature_size(target, draft)
     widest = max(features, layer(target), 0 if draft is None else layer(draft))
     size = config.dtype.itemsize * tokens
     return size * features + max(size * widest, LOGITS_COPIES * 4 * rows * split(target.vocab_size))
@@ -226,7 +232,7 @@ def make_caches(
     mesh: Mesh,
     kv_scales: tuple[KVScales | None, KVScales | None] = (None, None),
 ) -> Caches:
-    """Empty pools for every layer.
+    """Empty pools for every layer, and no features.
 
     Args:
         target: the target.
@@ -255,10 +261,12 @@ def make_caches(
         split = mesh.mesh if mesh.mesh.size > 1 else None
         return PagedKVCache(pools(), pools(), **of_heads, group_of=groups, mesh=split)
 
+    deferred = (config.max_num_seqs, DEFERRED, feature_size(target, draft))
     with explain_out_of_memory():
         caches = Caches(
             target=cache(target, (FULL,) * target.num_hidden_layers, config.kv_cache_dtype, kv_scales[0]),
             draft=PagedKVCache([], []),
+            features=jnp.zeros(deferred, config.dtype, device=mesh.place(("Q", "R", "C"), deferred)),
         )
         if draft is not None:
             groups = tuple(group_of(layer.window) for layer in draft.layers)

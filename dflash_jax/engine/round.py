@@ -1,8 +1,8 @@
-"""The compiled steps: prefill a chunk of prompts, and the three of a round: draft -> verify -> commit.
+"""The compiled steps: prefill a chunk of prompts, and those of a round: [catch up -> draft ->] verify -> commit.
 
 Each takes parameters as plain pytrees, donates the state that it changes, and reads nothing back to the host. A round
-is three steps and not one so that each is compiled for no more shapes than it depends on (page tables matter to the
-first two, sampling options to the last), and so that the host can mask the block's rows for a grammar while the target
+is several steps and not one so that each is compiled for no more shapes than it depends on (page tables matter to all
+but the last, sampling options to that), and so that the host can mask the block's rows for a grammar while the target
 verifies it. They are enqueued together; the device goes from one to the next without waiting for the host.
 
 Source of the rules: arXiv 2602.06036 section 4.
@@ -67,6 +67,38 @@ class FlatParams:
 
 
 @partial(jax.jit, static_argnames="spec", donate_argnames="cache", compiler_options=OPTIONS)
+def catch_up(
+    params: tuple[Params, Params],
+    slots: Slots,
+    cache: PagedKVCache,
+    features: Float[Array, "Q R C"],
+    tables: Tables,
+    deferred: Int[Array, " B"],
+    *,
+    spec: StepSpec,
+) -> PagedKVCache:
+    """Write the drafter's context of tokens whose features waited; returns the drafter's pools.
+
+    Args:
+        params: as for `draft`.
+        slots: all slots.
+        cache: the drafter's pools; donated.
+        features: those that wait, of all slots.
+        tables: of the B sequences that take part.
+        deferred: how many of the last tokens of each are to be written, at most R.
+        spec: static.
+    """
+    _, drafter = bind(params, spec)
+    assert drafter is not None
+    length = rows_of(slots.length, tables.rows)[:, None]
+    last = length - 1
+    positions = last - (last - jnp.arange(features.shape[1])) % features.shape[1]  # the latest of each place
+    positions = jnp.where(positions >= length - deferred[:, None], positions, -1)
+    after = drafter.write_context(rows_of(features, tables.rows), positions, tables.over_draft(cache))
+    return pools_of(after)
+
+
+@partial(jax.jit, static_argnames="spec", donate_argnames="cache", compiler_options=OPTIONS)
 def draft(
     params: tuple[Params, Params], slots: Slots, cache: PagedKVCache, tables: Tables, *, spec: StepSpec
 ) -> tuple[Int[Array, "B G"], PagedKVCache]:
@@ -101,15 +133,21 @@ def verify(
 ) -> tuple[Float[Array, "B T D"], Caches]:
     """Run the target over the first T = `length` tokens of the blocks; just the anchors without a block.
 
-    The drafter's context of all T positions is written too, before anybody knows which will be confirmed: what is not
-    lies behind the sequence's end, where the next round writes before it reads.
+    With a block the drafter's context of all T positions is written too, before anybody knows which will be confirmed:
+    what is not lies behind the sequence's end, where the next round writes before it reads. Without one nobody may want
+    it, and it waits for `catch_up`.
 
     Returns:
         The target's final hidden states, and the caches.
     """
     models, caches = bind(params.unflatten(), spec), caches.through(tables)
+    positions = block_positions(slots, tables, length)
     tokens = rows_of(slots.anchor, tables.rows)[:, None] if block is None else block[:, :length]
-    hidden, caches = extend(models, tokens, block_positions(slots, tables, length), caches, spec)
+    hidden, features, caches = extend(models[0], tokens, positions, caches, spec)
+    if block is None:
+        caches = caches.defer(tables.rows, positions, spec.replicate(features))
+    else:
+        caches = write_context(models[1], features, positions, caches)
     return spec.replicate(hidden), caches.pools()
 
 
@@ -183,7 +221,8 @@ def prefill(
         prompt that ends in it.
     """
     models, caches = bind(params.unflatten(), spec), caches.through(chunk.tables)
-    hidden, caches = extend(models, chunk.tokens, chunk.positions, caches, spec)
+    hidden, features, caches = extend(models[0], chunk.tokens, chunk.positions, caches, spec)
+    caches = write_context(models[1], features, chunk.positions, caches)
     is_last = chunk.positions == chunk.length[:, None] - 1
     last = jnp.take_along_axis(hidden, is_last.argmax(axis=1)[:, None, None], axis=1)
     is_new = chunk.anchor < 0
@@ -225,19 +264,18 @@ def block_positions(slots: Slots, tables: Tables, length: int) -> Int[Array, "B 
 
 
 def extend(
-    models: tuple[TargetModel, DraftModel | None],
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
-    caches: Caches,
-    spec: StepSpec,
-) -> tuple[Float[Array, "B T D"], Caches]:
-    """Run the target over tokens, and keep what it tells the drafter of them."""
-    target, drafter = models
+    target: TargetModel, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], caches: Caches, spec: StepSpec
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T C"], Caches]:
+    """Run the target over tokens; returns its final hidden states, and the features that the drafter wants of them."""
     hidden, features, cache = target(tokens, positions, caches.target, spec.taps)
-    caches = caches.with_target(cache)
-    if drafter is not None:
-        caches = caches.with_draft(drafter.write_context(features, positions, caches.draft))
-    return hidden, caches
+    return hidden, features, caches.with_target(cache)
+
+
+def write_context(
+    drafter: DraftModel | None, features: Float[Array, "B T C"], positions: Int[Array, "B T"], caches: Caches
+) -> Caches:
+    """Turn features into the drafter's context, if there is a drafter."""
+    return caches if drafter is None else caches.with_draft(drafter.write_context(features, positions, caches.draft))
 
 
 def draft_block(

@@ -57,6 +57,7 @@ class Running:
         text: tokens to prefill: the prompt, and all that was emitted before a preemption but the last token.
         prefilled: how many of them are in the cache.
         in_flight: rounds that are enqueued and not yet read.
+        deferred: tokens whose features wait to become context of the drafter, the last ones of the rounds enqueued.
         full: pages of the full group.
         sliding: pages of the sliding group from page `sliding_start` on.
         hashes: of the whole pages that the prefix cache knows of.
@@ -71,6 +72,7 @@ class Running:
     sliding_start: int = 0
     hashes: list[PageHash] = field(default_factory=list)
     in_flight: int = 0
+    deferred: int = 0
     released: bool = False
 
     @property
@@ -146,7 +148,7 @@ class Scheduler:
         if salt is None:
             return
         known, size = len(running.hashes), self.layout.page_size
-        written = running.length if running.is_prefilled else running.prefilled
+        written = running.length - running.deferred if running.is_prefilled else running.prefilled
         if written // size <= known:
             return
         extend_hashes(running.hashes, running.sequence.tokens_between(known * size, written), size, salt)

@@ -20,6 +20,7 @@ SamplingMode = Literal["greedy", "random", "filtered", "controlled", "constraine
 # Each can do what the one before can: temperature, top-k and top-p, penalties and biases, masks.
 MODES: tuple[SamplingMode, ...] = ("greedy", "random", "filtered", "controlled", "constrained")
 CONTROLLED_MODES = MODES[3:]  # these take `Controls`, and may report log-probabilities
+DEFERRED = 16  # rounds without drafts whose features may wait to become context of the drafter
 
 
 @dataclass(frozen=True)
@@ -186,14 +187,23 @@ class Chunk:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Caches:
-    """Pools of the target and of the drafter's context; without a drafter the latter has no layers."""
+    """What is kept of processed tokens.
+
+    Attributes:
+        target: pools of the target.
+        draft: pools of the drafter's context; without a drafter they have no layers.
+        features: of the tokens that the last rounds without drafts have processed in each of Q slots, that of position
+            p at p % R, R = `DEFERRED`. They are no context yet: that would cost a tenth of a drafted round, and be for
+            nothing where nobody drafts.
+    """
 
     target: PagedKVCache
     draft: PagedKVCache
+    features: Float[Array, "Q R C"]
 
     def through(self, tables: Tables) -> Caches:
         """The caches seen through the page tables of a step."""
-        return Caches(tables.over_target(self.target), tables.over_draft(self.draft))
+        return replace(self, target=tables.over_target(self.target), draft=tables.over_draft(self.draft))
 
     def with_target(self, cache: KVCache) -> Caches:
         """After the target wrote to its cache."""
@@ -205,9 +215,14 @@ class Caches:
         assert isinstance(cache, PagedKVCache)
         return replace(self, draft=cache)
 
+    def defer(self, rows: Int[Array, " B"], positions: Int[Array, "B 1"], features: Float[Array, "B 1 C"]) -> Caches:
+        """After a round without drafts."""
+        kept = self.features.at[rows, positions[:, 0] % DEFERRED].set(features[:, 0], mode="drop")
+        return replace(self, features=kept)
+
     def pools(self) -> Caches:
         """Without the tables."""
-        return Caches(pools_of(self.target), pools_of(self.draft))
+        return replace(self, target=pools_of(self.target), draft=pools_of(self.draft))
 
 
 def pools_of(cache: KVCache) -> PagedKVCache:

@@ -97,6 +97,8 @@ def compile_steps(
             table = Tables(_zeros(rows, 2 * pages + 2))
             if shapes.lengths[-1] > 1:
                 jobs.append(partial(_compile, steps.draft, shared, slots, caches.draft, table, spec=spec))
+                late = (shared, slots, caches.draft, caches.features, table, _zeros(rows))
+                jobs.append(partial(_compile, steps.catch_up, *late, spec=spec))
             jobs += (
                 partial(_compile, steps.verify, *state, table, block(rows, length), spec=spec, length=length)
                 for length in shapes.lengths

@@ -17,7 +17,8 @@ from dflash_jax.bench.round_engine import RoundEngine, decode, finish, keep_exac
 from dflash_jax.bench.round_models import PRESETS, configs_of, drafter_of, random_params
 from dflash_jax.bench.round_trace import Kernel, kernels_of, part_of, spans
 from dflash_jax.config import EngineArgs, EngineConfig
-from dflash_jax.engine.engine import Engine, Model
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.model import Model
 from dflash_jax.engine.sharding import Mesh
 from dflash_jax.engine.state import Emitted, Slots, StepSpec
 from dflash_jax.errors import DFlashError

@@ -1,0 +1,34 @@
+"""A model as the engine takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+
+from dflash_jax.checkpoint.loader import KVScales, Params
+from dflash_jax.config import DraftConfig, TargetConfig
+from dflash_jax.engine.memory import explain_out_of_memory
+from dflash_jax.engine.sharding import Mesh
+from dflash_jax.models.quantized import quantize_draft
+
+
+@dataclass(frozen=True)
+class Model:
+    """Parameters, what they mean, and the scales of fp8 keys and values if the checkpoint has any."""
+
+    config: TargetConfig | DraftConfig
+    params: Params
+    kv_scales: KVScales | None
+
+
+def quantized(draft: Model, target: Model, mesh: Mesh) -> Model:
+    """A drafter whose matrix products, and the copy of the target's head that it reads, are in fp8.
+
+    Raises:
+        ConfigError: it does not fit in the memory.
+    """
+    assert isinstance(draft.config, DraftConfig)
+    with explain_out_of_memory():
+        params = quantize_draft(draft.params, draft.config, target.params, mesh.place)
+        return replace(draft, params=jax.block_until_ready(params))
