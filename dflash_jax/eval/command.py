@@ -27,8 +27,10 @@ def run(args: argparse.Namespace) -> int:
         DFlashError: an option or a data set is wrong, the models cannot be loaded, or a completion failed.
     """
     options.check(args)
-    if find_spec("matplotlib") is None:
-        raise ConfigError("plots need matplotlib, which is not installed; run pip install 'dflash-jax[train]'.")
+    if not args.no_plots and find_spec("matplotlib") is None:
+        raise ConfigError(
+            "plots need matplotlib, which is not installed; run pip install 'dflash-jax[train]', or add --no-plots."
+        )
     folder, draft_folder = resolve_folders(args.model, args.draft_model)
     if draft_folder is None:
         raise ConfigError(f"--model {args.model} has no drafter to measure; give --draft-model.")
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             report.write(result, args.output / "results.json")  # after each, so that an end midway costs little
         del llm
         gc.collect()  # the next engine needs the memory of this one
-    return report.finish(result, args.output)
+    return report.finish(result, args.output, plots=not args.no_plots)
 
 
 def load_llm(args: argparse.Namespace, num_speculative_tokens: int | str) -> LLM:

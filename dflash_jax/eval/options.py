@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=int, default=0, help="of the choice of prompts and of sampling")
     add("--no-plain", action="store_true", help="do not decode without the drafter: no speed-up, no check of outputs")
+    add("--no-plots", action="store_true", help="write results.json alone; plots need matplotlib")
     add("--output", type=Path, required=True, metavar="FOLDER", help="for results.json and the plots")
 
 

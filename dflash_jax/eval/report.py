@@ -167,17 +167,21 @@ def write(result: dict[str, Any], path: Path) -> None:
         raise ConfigError(f"{path} cannot be written ({error.strerror}); give another --output.") from error
 
 
-def finish(result: dict[str, Any], folder: Path) -> int:
-    """Print the table, draw the plots, and return the exit status."""
-    from dflash_jax.eval import plots  # matplotlib is an extra, and the trainer needs none
-
+def finish(result: dict[str, Any], folder: Path, *, plots: bool) -> int:
+    """Print the table, draw the plots if they are wanted, and return the exit status."""
     console = Console()
     console.print(table(result))
     for warning in result["warnings"]:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
-    for path in [folder / "results.json", *plots.draw(result, folder)]:
+    for path in [folder / "results.json", *(_drawn(result, folder) if plots else [])]:
         console.print(f"written to {path}", markup=False, soft_wrap=True)
     return 0 if result["is_lossless"] else 1
+
+
+def _drawn(result: dict[str, Any], folder: Path) -> list[Path]:
+    from dflash_jax.eval import plots  # matplotlib is an extra, and the trainer needs none
+
+    return plots.draw(result, folder)
 
 
 def table(result: dict[str, Any]) -> Table:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
+from dflash_jax.checkpoint.folder import alias_drafter
 from dflash_jax.config import EngineArgs
 from dflash_jax.errors import ConfigError
 from dflash_jax.serve.flag_values import Number, json_object
@@ -334,7 +335,7 @@ def _check(given: Mapping[str, Any]) -> None:
     if "uds" in used and {"host", "port"} & given.keys():
         raise ConfigError("--uds does not go with --host or --port; keep the one or the others.")
     drafts = sorted({"spec_method", "num_speculative_tokens", "draft_kv_cache_dtype", "draft_quantization"} & used)
-    if drafts and "model" in used and "draft_model" not in used:
+    if drafts and "model" in used and "draft_model" not in used and alias_drafter(given["model"]) is None:
         raise ConfigError(f"{_flag(drafts[0])} needs a drafter; give --draft-model, or leave it out.")
 
 

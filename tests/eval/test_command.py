@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dflash_jax.core import CompletionOutput, RequestMetrics, RequestOutput
-from dflash_jax.eval import plots
+from dflash_jax.eval import plots, report
 from dflash_jax.eval.__main__ import main
 from dflash_jax.eval.acceptance import acceptance_of
 from dflash_jax.eval.compare import Cell
@@ -79,6 +79,18 @@ def test_plots_of_several_data_sets_and_without_plain_decoding(result, tmp_path)
     paths = plots.draw({"results": cells}, tmp_path)
     assert [path.name for path in paths] == ["acceptance_by_position.png", "acceptance_lengths.png"]
     assert all(path.read_bytes().startswith(PNG) for path in paths)
+
+
+def test_without_plots_matplotlib_is_not_asked_for(result, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(plots, "draw", None)
+    assert report.finish(result, tmp_path, plots=False) == 0
+    assert "results.json" in capsys.readouterr().out
+    monkeypatch.setattr("dflash_jax.eval.command.find_spec", lambda _: None)
+    absent = ["acceptance", "--dataset", "absent", "--output", str(tmp_path), *PAIR]
+    assert main(absent) == 2
+    assert "or add --no-plots." in capsys.readouterr().err
+    assert main([*absent, "--no-plots"]) == 2
+    assert "absent is neither" in capsys.readouterr().err
 
 
 def run_that_says(token):

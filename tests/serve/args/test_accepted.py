@@ -17,6 +17,7 @@ ACCEPTED = [
     ("--model m", "model", "m"),
     ("--model-path m", "model", "m"),
     ("m --model m", "model", "m"),
+    ("smollm2 --num-speculative-tokens 3", "num_speculative_tokens", 3),
     ("", "served_model_name", ("dflash-embedded",)),
     ("some/model", "served_model_name", ("some/model",)),
     ("m --served-model-name a b --served-model-name c", "served_model_name", ("a", "b", "c")),
