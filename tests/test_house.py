@@ -65,6 +65,7 @@ ARROWS = {
         "models",
         "config",
         "core",
+        "env",
         "errors",
         "pallas_kernels",
     },

@@ -13,7 +13,10 @@ from dflash_jax.train.objective import Loss
 
 MASK_TOKENS = ("<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
 # Changing these does not change what has been trained so far.
-FREE = ("eval_every", "eval_samples", "eval_max_tokens", "save_every", "log_every", "data_parallel_size", "stop_at")
+FREE = (
+    *("eval_every", "eval_samples", "eval_max_tokens", "save_every", "log_every", "data_parallel_size", "stop_at"),
+    "minutes",
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class TrainConfig:
         max_length: tokens of a sequence; longer ones are cut.
         batch_tokens: tokens of a step, padding included.
         epochs: passes over the data.
+        minutes: train so long instead, loading and compilation included; the learning rate then falls with time.
         learning_rate: at its height.
         min_learning_rate: at the end, as a share of the height.
         warmup_ratio: share of the steps.
@@ -75,6 +79,7 @@ class TrainConfig:
     max_length: int = 3072
     batch_tokens: int = 3072 * 4
     epochs: int = 6
+    minutes: float | None = None
     learning_rate: float = 6e-4
     min_learning_rate: float = 0.0
     warmup_ratio: float = 0.04
@@ -102,7 +107,7 @@ class TrainConfig:
             "num_hidden_layers sliding_window num_anchors max_length batch_tokens epochs learning_rate max_grad_norm "
             "data_parallel_size tensor_parallel_size log_every save_every eval_max_tokens"
         )
-        for name in positive.split():
+        for name in (*positive.split(), *(["minutes"] if self.minutes is not None else [])):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be positive.")
         for name in ("weight_decay", "eval_every", "eval_samples", "seed"):

@@ -103,6 +103,11 @@ class Batches:
         rows = [self.batch_tokens // length // self.multiple_of * self.multiple_of for length in lengths]
         return [(T, B, -(-self.num_anchors * T // self.max_length)) for T, B in zip(lengths, rows, strict=True)]
 
+    @property
+    def used_shapes(self) -> list[tuple[int, int, int]]:
+        """The shapes that any sample has."""
+        return [shape for shape, members in zip(self.shapes, self._members, strict=True) if len(members)]
+
     @cached_property
     def _members(self) -> list[np.ndarray]:
         """The samples of each shape."""

@@ -21,7 +21,7 @@ class Logs:
     A run that goes on writes behind what stands there.
     """
 
-    def __init__(self, folder: Path, *, first: int, total: int):
+    def __init__(self, folder: Path, *, first: int, total: int | None):
         folder.mkdir(parents=True, exist_ok=True)
         self._lines = (folder / "log.jsonl").open("a", encoding="utf-8")
         self._events = SummaryWriter(str(folder), purge_step=first)

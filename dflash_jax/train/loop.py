@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 from dflash_jax.checkpoint.export import draft_raw_config, save_model
 from dflash_jax.checkpoint.folder import resolve_folder
 from dflash_jax.checkpoint.loader import Params, load_params
 from dflash_jax.checkpoint.tokenizer import Tokenizer
 from dflash_jax.config import DraftConfig, TargetConfig, check_draft_fits, draft_config, read_json, target_config
+from dflash_jax.env import enable_compilation_cache
 from dflash_jax.errors import ConfigError
 from dflash_jax.train.checkpoints import Checkpoints, claim
 from dflash_jax.train.config import MASK_TOKENS, TrainConfig, draft_config_of
@@ -25,12 +30,14 @@ from dflash_jax.train.dataset import Batches, Dataset
 from dflash_jax.train.evaluation import Evaluator
 from dflash_jax.train.features import FeatureCache
 from dflash_jax.train.logs import Logs
+from dflash_jax.train.objective import Batch, Measured
 from dflash_jax.train.state import (
     TrainState,
+    compile_step,
     init_state,
+    learning_rate,
     make_mesh,
     make_optimizer,
-    make_schedule,
     make_step,
     place,
     put_batch,
@@ -55,6 +62,8 @@ def train(config: TrainConfig) -> Path:
         ConfigError: an option, the data or the drafter does not fit.
         CheckpointError: the target, or a checkpoint, cannot be loaded.
     """
+    deadline = None if config.minutes is None else time.monotonic() + 60 * config.minutes
+    enable_compilation_cache()
     mesh, out = make_mesh(config), Path(config.out)
     pair = load_pair(config, mesh)
     samples = read_samples(config, Tokenizer.of(pair.folder))
@@ -62,42 +71,50 @@ def train(config: TrainConfig) -> Path:
     batches = Batches(
         dataset, config.max_length, config.batch_tokens, config.data_parallel_size, config.num_anchors, config.seed
     )
-    steps = batches.per_epoch * config.epochs
+    steps = batches.per_epoch * config.epochs if deadline is None else None
     claim(out / "training", config.identity | {"steps": steps})
     checkpoints = Checkpoints(out / "training" / "checkpoints")
-    schedule = make_schedule(config, steps)
-    optimizer = make_optimizer(config, schedule)
-    state = init_state(pair.draft, optimizer, mesh, config.seed, pair.draft_params)
     first = checkpoints.latest or 0
-    if first:
-        state = checkpoints.restore(first, state)
-    evaluator = None
-    features = None
-    if config.feature_cache:
-        folder = Path(config.feature_cache)
-        features = FeatureCache.of(folder, pair.target, pair.params, pair.draft.target_layer_ids, batches)
-    step_of = make_step(config, pair.target, pair.draft, optimizer)
-    last = min(steps, config.stop_at or steps)
     with contextlib.closing(checkpoints), Logs(out / "training", first=first, total=steps) as logs:
-        for step, (samples_of, batch) in zip(range(first + 1, last + 1), batches.after(first), strict=False):
-            known = features.features(samples_of, batch) if features else None
-            state, measured = step_of(state, put_batch(batch, mesh), pair.params, known)
-            logs.advance(step, int(batch.lengths.sum()))
-            if step % config.log_every == 0 or step == last:
-                logs.train(step, measured, float(schedule(step - 1)))
-            score = None
-            if held_out and (step == steps or (config.eval_every and step % config.eval_every == 0)):
-                evaluator = evaluator or _evaluator(config, pair, state, held_out)
-                values = evaluator(state.params)
-                score = values["acceptance_length"]
-                logs.eval(step, values)
-            if score is not None or step % config.save_every == 0 or step == last:
+        optimizer = make_optimizer(config)
+        state = init_state(pair.draft, optimizer, mesh, config.seed, pair.draft_params)
+        if first:
+            state = checkpoints.restore(first, state)
+        step_of = _compiled(config, pair, optimizer, batches, state, mesh)
+        score_of = _scores(config, pair, held_out, logs)
+        pace = make_pace(steps, deadline, float(state.progress))
+        step, progress, coming = first, pace(first + 1), batches.after(first)
+        while progress < 1 and step < (config.stop_at or math.inf):
+            samples_of, batch = next(coming)
+            state, measured = step_of(state, samples_of, batch, progress)
+            logs.advance(step := step + 1, int(batch.lengths.sum()))
+            rate, progress = learning_rate(config, progress), pace(step + 1)
+            last = progress >= 1 or step == config.stop_at
+            if step % config.log_every == 0 or last:
+                logs.train(step, measured, float(rate))
+            score = score_of(step, state.params, progress >= 1)
+            if score is not None or step % config.save_every == 0 or last:
                 checkpoints.save(step, state, score)
         best = checkpoints.wait().best
         if best is None:
             raise ConfigError(f"{out} holds no step to write; let the run make one.")
         write_draft(out, pair, checkpoints.restore(best, state).params)
     return out
+
+
+def make_pace(steps: int | None, deadline: float | None, before: float) -> Callable[[int], float]:
+    """The share of a run that is behind it when a step begins: of its steps, or of its time.
+
+    Args:
+        steps: of the whole run; None if time decides.
+        deadline: when it ends, as `time.monotonic` counts; None if steps decide.
+        before: the share that earlier starts had done; time counts from now on.
+    """
+    if steps is not None:
+        return lambda step: (step - 1) / steps
+    assert deadline is not None
+    began, ends = time.monotonic(), deadline
+    return lambda step: before + (1 - before) * (time.monotonic() - began) / max(ends - began, 1e-9)
 
 
 def load_pair(config: TrainConfig, mesh: jax.sharding.Mesh) -> Pair:
@@ -157,10 +174,54 @@ def write_draft(folder: Path, pair: Pair, params: Params) -> None:
     save_model(folder, raw, pair.draft, jax.device_get(params), "bfloat16")
 
 
-def _evaluator(config: TrainConfig, pair: Pair, state: TrainState, held_out: list[Sample]) -> Evaluator:
+def _compiled(
+    config: TrainConfig,
+    pair: Pair,
+    optimizer: optax.GradientTransformation,
+    batches: Batches,
+    state: TrainState,
+    mesh: jax.sharding.Mesh,
+) -> Callable[[TrainState, np.ndarray, Batch, float], tuple[TrainState, Measured]]:
+    """The step as a function of state, samples, their batch and the share of the run that is done."""
+    features = None
+    if config.feature_cache:
+        folder = Path(config.feature_cache)
+        features = FeatureCache.of(folder, pair.target, pair.params, pair.draft.target_layer_ids, batches)
+    width = features.rows.shape[1] if features else None
+    compiled = compile_step(
+        make_step(config, pair.target, pair.draft, optimizer), batches.used_shapes, state, pair.params, mesh, width
+    )
+
+    def step(state: TrainState, samples: np.ndarray, batch: Batch, progress: float) -> tuple[TrainState, Measured]:
+        known = features.features(samples, batch) if features else None
+        run = compiled[batch.tokens.shape[1]]
+        return run(state, put_batch(batch, mesh), pair.params, known, np.float32(progress))
+
+    return step
+
+
+def _scores(
+    config: TrainConfig, pair: Pair, held_out: list[Sample], logs: Logs
+) -> Callable[[int, Params, bool], float | None]:
+    """Measures the acceptance length after those steps that ask for it; None after the others."""
+    evaluators: list[Evaluator] = []  # made once it is needed
+
+    def score(step: int, params: Params, finished: bool) -> float | None:
+        if not held_out or not (finished or (config.eval_every and step % config.eval_every == 0)):
+            return None
+        if not evaluators:
+            evaluators.append(_evaluator(config, pair, params, held_out))
+        values = evaluators[0](params)
+        logs.eval(step, values)
+        return values["acceptance_length"]
+
+    return score
+
+
+def _evaluator(config: TrainConfig, pair: Pair, params: Params, held_out: list[Sample]) -> Evaluator:
     """An engine on the pair; its drafter's folder is needed only until it has loaded it."""
     folder = Path(config.out) / "training" / "evaluated"
-    write_draft(folder, pair, state.params)
+    write_draft(folder, pair, params)
     evaluator = Evaluator(config, pair.folder, folder, held_out)
     shutil.rmtree(folder)
     return evaluator

@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.checkpoint.loader import Params
@@ -144,23 +143,54 @@ def block_loss(
 def _cross_entropy(
     hidden: Float[Array, "B A R D"], labels: Int[Array, "B A R"], head: Float[Array, "V D"]
 ) -> tuple[Float[Array, "B A R"], Bool[Array, "B A R"]]:
-    """Cross-entropy of every row and whether its likeliest token is right; never all logits at once."""
+    """`token_losses` of every row of every block; never all logits at once."""
     B, A, R, D = hidden.shape
     logits = B * A * R * head.shape[0]
     pieces = next(n for n in range(1, A + 1) if A % n == 0 and (n == A or logits <= n * LOGITS_AT_ONCE))
-
-    @jax.checkpoint
-    def piece(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
-        rows, targets = inputs
-        logits = logits_of(rows.reshape(B, -1, D), head)
-        targets = targets.reshape(B, -1)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        return losses, logits.argmax(axis=-1) == targets
-
     # Blocks come first, so that a split of B over devices stays.
     split = (
-        hidden.reshape(B, pieces, A // pieces, R, D).swapaxes(0, 1),
-        labels.reshape(B, pieces, A // pieces, R).swapaxes(0, 1),
+        hidden.reshape(B, pieces, A // pieces * R, D).swapaxes(0, 1),
+        labels.reshape(B, pieces, A // pieces * R).swapaxes(0, 1),
     )
-    losses, right = jax.lax.map(piece, split)
-    return tuple(x.reshape(pieces, B, A // pieces, R).swapaxes(0, 1).reshape(B, A, R) for x in (losses, right))
+    losses, right = jax.lax.map(lambda piece: token_losses(*piece, head), split)
+    return tuple(x.swapaxes(0, 1).reshape(B, A, R) for x in (losses, right))
+
+
+@jax.custom_vjp
+def token_losses(
+    hidden: Float[Array, "B T D"], labels: Int[Array, "B T"], head: Float[Array, "V D"]
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Cross-entropy of every row, and whether no token is likelier than its label; the head gets no gradient."""
+    return _losses_and_slopes(hidden, labels, head)[0]
+
+
+def _losses_and_slopes(
+    hidden: Float[Array, "B T D"], labels: Int[Array, "B T"], head: Float[Array, "V D"]
+) -> tuple[tuple[Float[Array, "B T"], Bool[Array, "B T"]], Float[Array, "B T D"]]:
+    """`token_losses` and the gradient of each row's loss by that row.
+
+    Both come of the same logits: kept for the gradient they would fill the memory, and made again they would cost
+    another product with the head.
+    """
+    logits = logits_of(hidden, head)
+    of_label = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    highest = logits.max(axis=-1)
+    likelihood = jnp.exp(logits - highest[..., None])
+    total = likelihood.sum(axis=-1)
+    # Rounded as the head is: the product runs on tensor cores in that dtype.
+    expected = jnp.einsum(
+        "btv,vd->btd",
+        likelihood.astype(head.dtype),
+        head,
+        precision=jax.lax.Precision.HIGHEST if head.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    slopes = expected / total[..., None] - head[labels]
+    return (jnp.log(total) + highest - of_label, of_label >= highest), slopes.astype(hidden.dtype)
+
+
+def _scale_slopes(slopes: Float[Array, "B T D"], cotangents: tuple[Array, Array]) -> tuple[Array, None, None]:
+    return (cotangents[0][..., None] * slopes).astype(slopes.dtype), None, None
+
+
+token_losses.defvjp(_losses_and_slopes, _scale_slopes)

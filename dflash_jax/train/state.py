@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
 
 from dflash_jax.checkpoint.loader import Params
 from dflash_jax.config import DraftConfig, TargetConfig
@@ -24,10 +26,17 @@ from dflash_jax.train.objective import Batch, Measured, block_loss, target_featu
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes; float32."""
+    """Everything that a step changes; float32.
+
+    Attributes:
+        params: the drafter's.
+        optimizer: its state.
+        progress: share of the run that was done before the step.
+    """
 
     params: Params
     optimizer: Any
+    progress: Float[Array, ""]
 
 
 def make_mesh(config: TrainConfig) -> Mesh:
@@ -59,27 +68,21 @@ def shardings(mesh: Mesh, config: DraftConfig) -> Params:
     return build(parameters, lambda parameter: place(mesh, parameter.axes, parameter.shape))
 
 
-def make_schedule(config: TrainConfig, steps: int) -> optax.Schedule:
-    """Warm-up and cosine."""
-    return optax.warmup_cosine_decay_schedule(
-        0.0,
-        config.learning_rate,
-        warmup_steps=max(1, round(config.warmup_ratio * steps)),
-        decay_steps=max(2, steps),
-        end_value=config.learning_rate * config.min_learning_rate,
-    )
+def learning_rate(config: TrainConfig, progress: float | np.float32 | Array) -> Array:
+    """Warm-up and cosine, where a share of the run, 0 to 1, is done."""
+    warm = max(config.warmup_ratio, 1e-9)
+    falling = 0.5 * (1 + jnp.cos(jnp.pi * (progress - warm) / max(1 - warm, 1e-9)))
+    least = config.min_learning_rate
+    return config.learning_rate * jnp.where(progress < warm, progress / warm, least + (1 - least) * falling)
 
 
-def make_optimizer(config: TrainConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW behind a bound on the gradient; matrices alone decay."""
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW behind a bound on the gradient, for a learning rate of -1; matrices alone decay."""
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
-        optax.adamw(
-            schedule,
-            b1=0.9,
-            b2=0.95,
-            weight_decay=config.weight_decay,
-            mask=lambda params: jax.tree_util.tree_map_with_path(_decays, params),
+        optax.scale_by_adam(b1=0.9, b2=0.95),
+        optax.add_decayed_weights(
+            config.weight_decay, mask=lambda params: jax.tree_util.tree_map_with_path(_decays, params)
         ),
     )
 
@@ -97,7 +100,7 @@ def init_state(
     if params is None:
         params = jax.jit(partial(_random_params, draft), out_shardings=places)(jax.random.key(seed))
     params = jax.tree.map(lambda array, where: jax.device_put(array.astype(jnp.float32), where), params, places)
-    return TrainState(params, _settled(optimizer.init(params), mesh))
+    return TrainState(params, *_settled((optimizer.init(params), jnp.float32(0)), mesh))
 
 
 def _settled(tree: Any, mesh: Mesh) -> Any:
@@ -119,13 +122,13 @@ def _random_params(draft: DraftConfig, key: jax.Array) -> Params:
     return model.init(key, method=touch)["params"]
 
 
-Step = Callable[..., tuple[TrainState, Measured]]
+Step = Callable[[TrainState, Batch, Params, Array | np.ndarray | None, Array | np.float32], tuple[TrainState, Measured]]
 
 
 def make_step(
     config: TrainConfig, target: TargetConfig, draft: DraftConfig, optimizer: optax.GradientTransformation
 ) -> Step:
-    """The jitted step `(state, batch, target params, features or None) -> state, measured`; the state is donated."""
+    """The step `(state, batch, target params, features or None, progress) -> state, measured`, not compiled."""
     dtype = jnp.dtype(config.dtype)
 
     def loss(params: Params, batch: Batch, frozen: Params, features: jax.Array) -> tuple[jax.Array, Measured]:
@@ -141,15 +144,45 @@ def make_step(
             alpha=config.dpace_alpha,
         )
 
-    @partial(jax.jit, donate_argnums=0)
-    def step(state: TrainState, batch: Batch, frozen: Params, known: jax.Array | None) -> tuple[TrainState, Measured]:
+    def step(
+        state: TrainState, batch: Batch, frozen: Params, known: Array | np.ndarray | None, progress: Array | np.float32
+    ) -> tuple[TrainState, Measured]:
         taps = draft.target_layer_ids
         features = target_features(frozen, target, taps, batch.tokens) if known is None else known
         gradients, measured = jax.grad(loss, has_aux=True)(state.params, batch, frozen, features)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), optimizer_state), measured
+        rate = learning_rate(config, progress)
+        params = jax.tree.map(lambda param, update: param - rate * update, state.params, updates)
+        return TrainState(params, optimizer_state, jnp.float32(progress)), measured
 
     return step
+
+
+def compile_step(
+    step: Step, shapes: Sequence[tuple[int, int, int]], state: TrainState, frozen: Params, mesh: Mesh, width: int | None
+) -> dict[int, Step]:
+    """A step compiled for all shapes of batches at once, by tokens of a sequence; the state is donated.
+
+    Args:
+        step: of `make_step`.
+        shapes: tokens, rows and anchors.
+        state: only shapes and places matter, as of the target's parameters.
+        frozen: the target's parameters.
+        mesh: of both.
+        width: of the features that come with a batch; None if the step makes them.
+    """
+    places = (jax.tree.map(lambda array: array.sharding, state), None)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=places)
+
+    def compiled(shape: tuple[int, int, int]) -> Step:
+        T, B, A = shape
+        batch = put_batch(Batch(np.zeros((B, T), np.int32), np.zeros(B, np.int32), np.zeros((B, A), np.int32)), mesh)
+        dtype = jax.tree.leaves(frozen)[0].dtype
+        known = None if width is None else jax.ShapeDtypeStruct((B, T, width), dtype)
+        return jitted.lower(state, batch, frozen, known, np.float32(0)).compile()
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip((T for T, _, _ in shapes), pool.map(compiled, shapes), strict=True))
 
 
 def put_batch(batch: Batch, mesh: Mesh) -> Batch:

@@ -9,6 +9,7 @@ import pytest
 from dflash_jax import LLM, ConfigError, SamplingParams
 from dflash_jax.checkpoint.tokenizer import Tokenizer
 from dflash_jax.train.data import Sample, __main__, read_jsonl, read_shards, run
+from dflash_jax.train.data.complete import complete, complete_parts
 from dflash_jax.train.data.folder import MANIFEST, DataFolder, read_manifest
 from dflash_jax.train.data.options import DataOptions
 from dflash_jax.train.data.prompts import drop_duplicates, parse_prompts
@@ -131,7 +132,7 @@ def test_seeds_decide_and_differ(llm, tmp_path, options):
 def test_resumes_byte_for_byte(llm, tmp_path, options, source, monkeypatch):
     options = options if source == "files" else SELF
     whole = make(llm, tmp_path / "whole", options)
-    real, calls = run.complete, Counter()
+    real, calls = run.responses_of, Counter()
     answering = 2 if source == "files" else 1
 
     def dies(*args):
@@ -140,7 +141,7 @@ def test_resumes_byte_for_byte(llm, tmp_path, options, source, monkeypatch):
             raise RuntimeError("killed")
         return real(*args)
 
-    monkeypatch.setattr(run, "complete", dies)
+    monkeypatch.setattr(run, "responses_of", dies)
     with pytest.raises(RuntimeError, match="killed"):
         make(llm, tmp_path / "resumed", options)
     stopped = contents(tmp_path / "resumed")
@@ -150,6 +151,25 @@ def test_resumes_byte_for_byte(llm, tmp_path, options, source, monkeypatch):
     total = len([name for name in whole if name.startswith("shard")])
     assert calls["answer"] == total + 1  # none of the finished shards was made again
     assert read_manifest(tmp_path / "resumed").complete
+
+
+def test_a_part_begins_while_the_last_answers_of_another_come(llm):
+    """Four slots: of six answers, the short ones leave room to the next part long before the longest has ended."""
+    long, short = (SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (40, 2))
+    prompts = [[n] for n in range(40, 46)]
+    params = [long, *[short] * 5]
+    advanced = Counter()
+
+    def advance(ended, tokens):
+        advanced.update(ended=ended, tokens=tokens)
+
+    parts = complete_parts(llm, [(prompts, params)] * 3, advance)
+    first = next(parts)
+    assert advanced["ended"] > 6
+    assert [len(output.token_ids) for output in first] == [40, 2, 2, 2, 2, 2]
+    parts.close()  # a caller that leaves early leaves nothing behind
+    assert llm.engine.is_idle
+    assert [o.token_ids for o in first] == [o.token_ids for o in complete(llm, prompts, params, advance)]
 
 
 def test_a_deleted_shard_is_made_again(llm, tmp_path, options):

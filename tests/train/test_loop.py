@@ -8,20 +8,23 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from dflash_jax import LLM, ConfigError, SamplingParams
+from dflash_jax.train import loop
 from dflash_jax.train.__main__ import parse
 from dflash_jax.train.checkpoints import Checkpoints
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data.shards import Sample
 from dflash_jax.train.evaluation import BEGINNING, prompt_of
-from dflash_jax.train.loop import load_pair, train
-from dflash_jax.train.state import init_state, make_mesh, make_optimizer, make_schedule
+from dflash_jax.train.loop import load_pair, make_pace, train
+from dflash_jax.train.state import init_state, learning_rate, make_mesh, make_optimizer
 
 TARGET = Path(__file__).parents[1] / "pair" / "target"
 PROMPTS = ("7. Disclaimer of Warranty. Unless required by", "You may reproduce and distribute copies of the")
@@ -65,7 +68,7 @@ def newest(config: TrainConfig):
     """The newest checkpoint, as a list of host arrays."""
     mesh = make_mesh(config)
     checkpoints = Checkpoints(Path(config.out) / "training" / "checkpoints")
-    like = init_state(load_pair(config, mesh).draft, make_optimizer(config, make_schedule(config, 8)), mesh, 1)
+    like = init_state(load_pair(config, mesh).draft, make_optimizer(config), mesh, 1)
     state = checkpoints.restore(checkpoints.latest, like)
     checkpoints.close()
     return [np.asarray(x) for x in jax.tree.leaves(state)]
@@ -101,6 +104,37 @@ def test_a_run_that_goes_on_is_the_same_bit_for_bit(data, tmp_path):
         np.testing.assert_array_equal(mine, true)
     with pytest.raises(ConfigError, match=r"learning_rate=0\.003, not 0\.1"):
         train(config_of(data, tmp_path / "parts", learning_rate=0.1))
+
+
+def test_a_run_may_end_by_the_clock(data, tmp_path, monkeypatch):
+    """A second passes with every look at the clock, and the learning rate falls with it."""
+    ticks = count()
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    config = config_of(data, tmp_path / "draft", minutes=0.2, warmup_ratio=0.0)
+    train(config)
+    log = [json.loads(line) for line in (tmp_path / "draft" / "training" / "log.jsonl").read_text().splitlines()]
+    began, ended = 2, 12  # the deadline is made of the first look, the pace of the second
+    shares = [n / (ended - began + 1) for n in range(1, len(log) + 1)]
+    assert len(log) == ended - began
+    expected = [float(learning_rate(config, share)) for share in shares]
+    assert [line["learning_rate"] for line in log] == pytest.approx(expected)
+    found = weights(tmp_path / "draft")
+    train(config_of(data, tmp_path / "draft", minutes=1e-3, warmup_ratio=0.0))  # another start may have other minutes
+    assert weights(tmp_path / "draft") == found
+
+
+def test_time_goes_on_where_an_earlier_start_ended(monkeypatch):
+    clock = iter([5.0, 5.0, 6.0, 9.0])
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    pace = make_pace(None, 9.0, 0.6)
+    assert [pace(step) for step in (8, 9, 10)] == pytest.approx([0.6, 0.7, 1.0])
+    assert [make_pace(4, None, 0.0)(step) for step in (1, 3, 5)] == [0, 0.5, 1]
+
+
+def test_the_learning_rate_rises_falls_and_ends():
+    config = config_of("data", "out", learning_rate=2.0, warmup_ratio=0.25, min_learning_rate=0.1)
+    rates = [float(learning_rate(config, share)) for share in (0, 0.125, 0.25, 0.625, 1)]
+    assert rates == pytest.approx([0, 1, 2, 0.1 * 2 + 0.9, 0.2])
 
 
 def test_kill_in_the_middle_of_a_save_loses_nothing(data, tmp_path):

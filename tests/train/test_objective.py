@@ -16,7 +16,15 @@ from dflash_jax.models.dflash import DraftModel
 from dflash_jax.models.target import TargetModel, logits_of
 from dflash_jax.train import objective
 from dflash_jax.train.cache import SequenceCache
-from dflash_jax.train.objective import Batch, block_loss, block_tokens, dpace_weights, draft_hidden, target_features
+from dflash_jax.train.objective import (
+    Batch,
+    block_loss,
+    block_tokens,
+    dpace_weights,
+    draft_hidden,
+    target_features,
+    token_losses,
+)
 from dflash_jax.train.state import _random_params
 
 DECODER = {
@@ -181,6 +189,30 @@ def test_loss_and_measures_are_those_of_a_plain_loop(target, loss, monkeypatch):
     np.testing.assert_allclose(value, total / weight_sum, rtol=1e-4)
     np.testing.assert_allclose(measured.accuracy, right_at / seen_at, rtol=1e-6)
     np.testing.assert_allclose(measured.acceptance_length, 1 + np.mean(accepted), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2**-7)])
+def test_losses_and_their_gradients_are_those_of_all_logits(dtype, tolerance):
+    hidden, head = (jax.random.normal(jax.random.key(n), (2, n, 32)) for n in (5, 64))
+    hidden, head = hidden.astype(dtype), head[0].astype(dtype)
+    labels = jnp.array([[3, 0, 63, 9, 9], [1, 2, 4, 8, 16]]).at[0, 1].set(logits_of(hidden, head)[0, 1].argmax())
+    weights = jax.random.uniform(jax.random.key(1), labels.shape)
+
+    def all_logits(hidden, head):
+        logits = logits_of(hidden, head)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels), logits.argmax(-1) == labels
+
+    def total(losses_of, hidden, head):
+        return (losses_of(hidden, head)[0] * weights).sum()
+
+    losses, right = token_losses(hidden, labels, head)
+    np.testing.assert_allclose(losses, all_logits(hidden, head)[0], rtol=1e-5)
+    np.testing.assert_array_equal(right, all_logits(hidden, head)[1])
+    slopes, of_head = jax.grad(partial(total, lambda h, w: token_losses(h, labels, w)), (0, 1))(hidden, head)
+    expected = jax.grad(partial(total, all_logits))(hidden, head).astype(jnp.float32)
+    np.testing.assert_allclose(slopes.astype(jnp.float32), expected, atol=tolerance * float(jnp.abs(expected).max()))
+    assert slopes.dtype == hidden.dtype
+    assert not of_head.any()
 
 
 def test_nothing_beyond_an_anchor_tells_what_comes(target):

@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 from dflash_jax.core import CompletionOutput, SamplingParams
+from dflash_jax.engine.sequence import Sequence as Completing
 from dflash_jax.llm import LLM
 from dflash_jax.train.data.progress import Advance
+
+Part = tuple[Sequence[Sequence[int]], Sequence[SamplingParams]]  # prompts, and how each is completed
 
 
 def complete(
     llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], advance: Advance
 ) -> list[CompletionOutput]:
-    """One completion for each prompt, in order; all wait in the engine's queue, so that every slot is always taken.
+    """One completion for each prompt, in order."""
+    (outputs,) = complete_parts(llm, [(prompts, params)], advance)
+    return outputs
 
+
+def complete_parts(llm: LLM, parts: Iterable[Part], advance: Advance) -> Iterator[list[CompletionOutput]]:
+    """The completions of each part, part after part; a part begins when nothing of those before it waits any more.
+
+    All slots are taken until the end, which those of one part alone are not: some answers are far longer than others.
     As `LLM.generate`, without a snapshot of every output after every step.
     """
-    sequences = [
-        llm.frontend.request({"prompt_token_ids": prompt}, each).sequences[0]
-        for prompt, each in zip(prompts, params, strict=True)
-    ]
-    known = llm.engine.stats.num_generation_tokens
-    for changed in llm.engine.run(sequences):
-        emitted = llm.engine.stats.num_generation_tokens
-        advance(sum(sequence.finished for sequence in changed), emitted - known)
-        known = emitted
-    return [sequence.output for sequence in sequences]
+    engine, coming = llm.engine, iter(parts)
+    begun: deque[list[Completing]] = deque()
+    known = engine.stats.num_generation_tokens
+    try:
+        while True:
+            while not engine.scheduler.waiting and (part := next(coming, None)) is not None:
+                begun.append([_sequence(llm, prompt, params) for prompt, params in zip(*part, strict=True)])
+                engine.add(begun[-1])
+            while begun and all(sequence.finished for sequence in begun[0]):
+                yield [sequence.output for sequence in begun.popleft()]
+            if not begun:
+                return
+            changed = engine.step()
+            emitted = engine.stats.num_generation_tokens
+            advance(sum(sequence.finished for sequence in changed), emitted - known)
+            known = emitted
+    finally:  # a caller may leave early
+        for sequence in (sequence for sequences in begun for sequence in sequences):
+            engine.abort(sequence)
+        if not (engine.is_idle or engine.scheduler.waiting or engine.scheduler.running):
+            engine.step()  # reads the round that ran ahead
+
+
+def _sequence(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> Completing:
+    return llm.frontend.request({"prompt_token_ids": prompt}, params).sequences[0]

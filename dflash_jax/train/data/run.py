@@ -11,7 +11,7 @@ from typing import Any
 from dflash_jax.checkpoint.tokenizer import TOKENIZER_FILES
 from dflash_jax.core import CompletionOutput
 from dflash_jax.llm import LLM
-from dflash_jax.train.data.complete import complete
+from dflash_jax.train.data.complete import Part, complete_parts
 from dflash_jax.train.data.folder import DataFolder
 from dflash_jax.train.data.options import DataOptions, shards_of
 from dflash_jax.train.data.progress import progress
@@ -21,6 +21,7 @@ from dflash_jax.train.data.shards import Response
 from dflash_jax.train.repetition import repeated_ngrams
 
 TEXT_FILES = (*TOKENIZER_FILES, "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
+Job = tuple[TokenizedPrompt, float]  # what to answer, at which temperature
 
 
 def make_data(llm: LLM, options: DataOptions, folder: DataFolder) -> None:
@@ -39,12 +40,18 @@ def make_data(llm: LLM, options: DataOptions, folder: DataFolder) -> None:
     shards = shards_of(len(prompts) * len(temperatures), options.shard_size)
     names = [f"shard-{number:05d}.jsonl" for number in range(len(shards))]
     missing = [(n, numbers) for n, numbers in zip(names, shards, strict=True) if n not in folder.manifest.shards]
+
+    def jobs_of(numbers: range) -> list[Job]:
+        return [(prompts[i // len(temperatures)], temperatures[i % len(temperatures)]) for i in numbers]
+
+    def part_of(numbers: range) -> Part:
+        jobs = zip(numbers, jobs_of(numbers), strict=True)
+        return [prompt.token_ids for prompt, _ in jobs_of(numbers)], [options.answer_params(t, i) for i, (_, t) in jobs]
+
     with progress("answering", sum(len(numbers) for _, numbers in missing)) as advance:
-        for name, numbers in missing:
-            jobs = [(prompts[i // len(temperatures)], temperatures[i % len(temperatures)]) for i in numbers]
-            params = [options.answer_params(jobs[k][1], i) for k, i in enumerate(numbers)]
-            outputs = complete(llm, [prompt.token_ids for prompt, _ in jobs], params, advance)
-            folder.add_shard(name, *responses_of(jobs, outputs, options))
+        completed = complete_parts(llm, (part_of(numbers) for _, numbers in missing), advance)
+        for (name, numbers), outputs in zip(missing, completed, strict=True):
+            folder.add_shard(name, *responses_of(jobs_of(numbers), outputs, options))
     folder.finish()
 
 
@@ -66,7 +73,7 @@ def _prompts(llm: LLM, options: DataOptions, folder: DataFolder) -> tuple[list[T
 
 
 def responses_of(
-    jobs: Sequence[tuple[TokenizedPrompt, float]], outputs: Sequence[CompletionOutput], options: DataOptions
+    jobs: Sequence[Job], outputs: Sequence[CompletionOutput], options: DataOptions
 ) -> tuple[list[Response], dict[str, int]]:
     """The lines of a shard: the outputs that pass the filters; and counts of all by what became of them."""
     responses: list[Response] = []
