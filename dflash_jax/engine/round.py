@@ -42,7 +42,7 @@ from dflash_jax.models.target import TargetModel
 
 # Without this XLA multiplies by several weights at once where they share an operand (a drafter's context, of all its
 # layers): and to do so copies all these weights into one array, in every round.
-OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
+COMPILER_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 SCORED_ROWS = 64  # logits of prompts are computed for so many tokens at a time, never for a whole chunk
 
 
@@ -66,7 +66,7 @@ class FlatParams:
         return params
 
 
-@partial(jax.jit, static_argnames="spec", donate_argnames="cache", compiler_options=OPTIONS)
+@partial(jax.jit, static_argnames="spec", donate_argnames="cache", compiler_options=COMPILER_OPTIONS)
 def catch_up(
     params: tuple[Params, Params],
     slots: Slots,
@@ -98,7 +98,7 @@ def catch_up(
     return pools_of(after)
 
 
-@partial(jax.jit, static_argnames="spec", donate_argnames="cache", compiler_options=OPTIONS)
+@partial(jax.jit, static_argnames="spec", donate_argnames="cache", compiler_options=COMPILER_OPTIONS)
 def draft(
     params: tuple[Params, Params], slots: Slots, cache: PagedKVCache, tables: Tables, *, spec: StepSpec
 ) -> tuple[Int[Array, "B G"], PagedKVCache]:
@@ -120,7 +120,7 @@ def draft(
     return spec.replicate(block), pools_of(after)
 
 
-@partial(jax.jit, static_argnames=("spec", "length"), donate_argnames="caches", compiler_options=OPTIONS)
+@partial(jax.jit, static_argnames=("spec", "length"), donate_argnames="caches", compiler_options=COMPILER_OPTIONS)
 def verify(
     params: FlatParams,
     slots: Slots,
@@ -207,7 +207,7 @@ def commit(
     return spec.replicate((slots, controls, Emitted(tokens, jnp.where(broken, -1, count), logprobs)))
 
 
-@partial(jax.jit, static_argnames="spec", donate_argnames=("slots", "caches"), compiler_options=OPTIONS)
+@partial(jax.jit, static_argnames="spec", donate_argnames=("slots", "caches"), compiler_options=COMPILER_OPTIONS)
 def prefill(
     params: FlatParams, slots: Slots, caches: Caches, chunk: Chunk, *, spec: StepSpec
 ) -> tuple[Slots, Caches, Float[Array, "B T D"], Float[Array, "B 1 D"]]:
