@@ -61,9 +61,9 @@ class LLM:
         finished: dict[str, RequestOutput] = {}
         requests = self._requests(prompts, sampling_params)
         with tqdm(total=len(requests), disable=not use_tqdm, desc="Processed prompts") as bar:
-            for output in self._outputs(requests):
-                if output.finished:
-                    finished[output.request_id] = output
+            for request in self._changes(requests):
+                if request.finished:
+                    finished[request.request_id] = request.output()
                     bar.update()
         return [finished[request.request_id] for request in requests]
 
@@ -76,7 +76,7 @@ class LLM:
 
         Texts never show a part of a character, nor what may turn out to be the beginning of a stop string.
         """
-        return self._outputs(self._requests(prompts, sampling_params))
+        return (request.output() for request in self._changes(self._requests(prompts, sampling_params)))
 
     def chat(
         self,
@@ -125,8 +125,10 @@ class LLM:
                 raise RequestError(f"prompt {i}: {error}") from error
         return requests
 
-    def _outputs(self, requests: list[Request]) -> Iterator[RequestOutput]:
+    def _changes(self, requests: list[Request]) -> Iterator[Request]:
+        """Run requests; yields those that a step has added to, after each step."""
         owner = {id(sequence): request for request in requests for sequence in request.sequences}
         for changed in self.engine.run([sequence for request in requests for sequence in request.sequences]):
             for request in {owner[id(sequence)]: None for sequence in changed}:
-                yield request.output()
+                request.touch()
+                yield request

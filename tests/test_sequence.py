@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_jax import SamplingParams
-from dflash_jax.checkpoint.tokenizer import Tokenizer
+from dflash_jax.checkpoint.tokenizer import Detokenizer, Tokenizer
 from dflash_jax.core import CompletionOutput, Logprob
 from dflash_jax.engine.sequence import Sequence
 from tests.pairs import EOS, write_byte_tokenizer
@@ -35,6 +35,7 @@ def feed(sequence, tokens, cuts=()):
     for end in [*sorted(set(cuts)), len(tokens)]:
         if end > start and not sequence.finished:
             sequence.extend(tokens[start:end], None)
+            sequence.publish_text()
             shown.append(sequence.output.text)
             start = end
     return shown
@@ -123,3 +124,33 @@ def test_logprobs_stop_with_the_tokens(tokenizer):
     running.extend(tokens, [{token: Logprob(-1.5, 1)} for token in tokens])
     assert running.output.cumulative_logprob == -3.0
     assert [list(entry) for entry in running.output.logprobs] == [[65], [EOS]]
+
+
+@pytest.mark.parametrize("seldom", [1, 3, 100])
+def test_text_is_the_same_however_seldom_it_is_read(tokenizer, seldom):
+    text = "abé世🎉 " * 20
+    tokens = tokenizer.encode(text)
+    running = sequence(tokenizer, max_new_tokens=len(tokens) + 1)
+    for i, token in enumerate(tokens):
+        running.extend([token], None)
+        if i % seldom == 0:
+            running.publish_text()
+    running.publish_text()
+    assert running.output.text == text
+
+
+def test_text_of_what_was_cut_off(tokenizer):
+    running = sequence(tokenizer)
+    running.extend(tokenizer.encode("Hello"), None)
+    running.output.finish_reason = "abort"
+    running.publish_text()
+    assert running.output.text == "Hello"
+
+
+def test_a_tokenizer_that_fails_costs_its_completion_alone(tokenizer, monkeypatch):
+    running = sequence(tokenizer)
+    running.extend(tokenizer.encode("Hello"), None)
+    monkeypatch.setattr(Detokenizer, "push", lambda *_: 1 / 0)
+    running.publish_text()
+    assert (running.output.finish_reason, running.output.error) == ("error", "ZeroDivisionError: division by zero")
+    assert running.extend(tokenizer.encode("!"), None) == 0

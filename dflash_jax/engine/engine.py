@@ -263,15 +263,20 @@ class Engine:
         """
         changed: list[Sequence] = []
         rounds: list[Running] = []
-        for running in list(self.scheduler.running):
-            while running.may_emit and not self.scheduler.reserve_round(running):
+        was_short = False
+        for running in [r for r in self.scheduler.running if r.may_emit]:
+            if was_short and not running.may_emit:
+                continue
+            rounds.append(running)
+            while not self.scheduler.reserve_round(running):
+                was_short = True
                 if self._in_flight:
                     changed += self._read(len(self._in_flight))
                 else:
                     self.scheduler.preempt_last()
-            if running.may_emit:
-                rounds.append(running)
-        return [r for r in rounds if r.may_emit], changed
+                if not running.may_emit:
+                    break
+        return [r for r in rounds if r.may_emit] if was_short else rounds, changed
 
     def _enqueue_round(self, rounds: list[Running]) -> list[Sequence]:
         """Draft, verify and commit; returns the sequences that changed on the way."""
@@ -380,24 +385,25 @@ class Engine:
             was_ready = step.emitted.tokens.is_ready()  # type: ignore[attr-defined]  # jax.Array has it
             emitted = jax.device_get(step.emitted)
             self._learn(step, emitted, was_ready=was_ready)
+            counts = emitted.count.tolist()
             for row, running in enumerate(step.running):
                 if running is None:
                     continue
                 running.in_flight -= step.length > 0
                 if not running.released:
-                    self._take(running, emitted, row, length=step.length)
+                    self._take(running, emitted, row, counts[row], length=step.length)
                     changed[id(running.sequence)] = running.sequence
         return list(changed.values())
 
-    def _take(self, running: Running, emitted: Emitted, row: int, *, length: int) -> None:
+    def _take(self, running: Running, emitted: Emitted, row: int, count: int, *, length: int) -> None:
         """Hand one sequence what a step emitted for it; what goes wrong here is its own affair."""
         sequence = running.sequence
-        if emitted.count[row] < 0:
+        if count < 0:
             self.scheduler.forget(running)
             sequence.fail("the target's logits are not numbers (NaN); check the checkpoint and its dtype.")
         else:
             try:
-                self._emissions.observe(length, take_emitted(sequence, emitted, row, length=length))
+                self._emissions.observe(length, take_emitted(sequence, emitted, row, count, length=length))
                 self.scheduler.remember(running)
             except Exception as error:
                 logger.exception("a sequence failed")

@@ -38,13 +38,13 @@ class EmissionCounts:
         return tuple(accumulate(reversed(self.rounds_by_accepted[1:])))[::-1]
 
 
-def take_emitted(sequence: Sequence, emitted: Emitted, row: int, *, length: int) -> int:
-    """Hand a running sequence the tokens that a step of that `length`, as of `InFlight`, emitted for it.
+def take_emitted(sequence: Sequence, emitted: Emitted, row: int, count: int, *, length: int) -> int:
+    """Hand a running sequence the first `count` tokens of a row of a step of that `length`, as of `InFlight`.
 
     Returns:
         How many it has taken.
     """
-    tokens = emitted.tokens[row, : int(emitted.count[row])].tolist()
+    tokens = emitted.tokens[row, :count].tolist()
     logprobs = None
     wanted = sequence.params.logprobs
     if wanted is not None:

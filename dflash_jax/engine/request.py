@@ -44,6 +44,8 @@ class Request:
     def output(self) -> RequestOutput:
         """What has come so far, as a snapshot that later steps leave alone."""
         self.touch()
+        for sequence in self.sequences:
+            sequence.publish_text()
         finished, first = self.finished, self.sequences[0]
         return RequestOutput(
             request_id=self.request_id,

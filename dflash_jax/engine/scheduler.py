@@ -126,10 +126,10 @@ class Scheduler:
 
     def reserve_round(self, running: Running) -> bool:
         """Own the pages that a further round may write; False, and nothing changed, if there are too few."""
-        layout = self.layout
-        ends = layout.pages_for(running.length + (running.in_flight + 1) * layout.block)
+        layout, length = self.layout, running.length
+        ends = layout.pages_for(length + (running.in_flight + 1) * layout.block)
         if layout.window is not None:
-            self._recycle(running)
+            self._recycle(running, length)
         kept = running.sliding_start + len(running.sliding)
         if ends <= len(running.full) and (layout.window is None or ends <= kept):
             return True
@@ -265,9 +265,9 @@ class Scheduler:
         running.sliding.extend(sliding)
         self.sliding_table[running.slot, start : start + len(sliding)] = sliding
 
-    def _recycle(self, running: Running) -> None:
-        """Give back sliding pages that neither the window nor a coming write can touch."""
-        seen = self.layout.first_seen(running.length) // self.layout.page_size
+    def _recycle(self, running: Running, length: int) -> None:
+        """Give back sliding pages that neither the window, `length` tokens on, nor a coming write can touch."""
+        seen = self.layout.first_seen(length) // self.layout.page_size
         while running.sliding and running.sliding_start < seen:
             self.sliding.give_back([running.sliding.popleft()])
             self.sliding_table[running.slot, running.sliding_start] = NO_PAGE

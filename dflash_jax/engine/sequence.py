@@ -11,6 +11,7 @@ from dflash_jax.core import CompletionOutput, Logprob, SamplingParams
 from dflash_jax.engine.constraints import Constraint
 
 TokenLogprobs = dict[int, Logprob]
+DECODED_AT_ONCE = 16  # tokens: what ends inside a character waits together
 
 
 @dataclass(slots=True)
@@ -23,7 +24,7 @@ class Sequence:
         seed: 64 bits; `params.seed` plus the completion's index, or drawn by the engine.
         eos_token_ids: tokens that end it, empty with `ignore_eos`.
         max_new_tokens: most tokens it may emit, within `max_model_len`.
-        output: what came so far.
+        output: what came so far; its text up to the last `publish_text`, which the end calls as well.
         constraint: what its text must obey, None for anything.
         first: the first completion of the same prompt, whose pages the others share; None for that one itself.
         cache_salt: prefix-cache pages are shared among sequences of equal salt only; None shares nothing.
@@ -53,6 +54,7 @@ class Sequence:
     suspect: bool = False
     _detokenizer: Detokenizer | None = None
     _text: str = ""
+    _decoded: int = 0  # tokens that are in _text, or wait in the detokenizer
     _stop_ids: frozenset[int] = frozenset()
     _holdback: int = 0  # characters at the end that may be the beginning of a stop string
     _unchecked: int = 0  # characters of _text before which no stop string may begin
@@ -97,13 +99,11 @@ class Sequence:
 
     def extend(self, tokens: Iterable[int], logprobs: Seq[TokenLogprobs] | None) -> int:
         """Append what a step emitted, up to where the completion ends; returns how many tokens were taken."""
-        if self._is_broken():  # then its masks meant nothing
+        if self.finished or self._is_broken():  # then its masks meant nothing
             return 0
         tokens, taken = list(tokens), 0
         if logprobs is None and self._cannot_end_in(tokens):
             self.output.token_ids += tokens
-            if self._detokenizer is not None:
-                self._text += self._detokenizer.push(*tokens)
             taken, tokens = len(tokens), []
         for token in tokens:
             taken += 1
@@ -116,7 +116,8 @@ class Sequence:
             self.constraint.accept(self.output.token_ids[-taken:])
             if not self._is_broken() and self.constraint.is_complete:
                 self._finish("stop", None)
-        self._publish_text()
+        if self.finished:
+            self.publish_text()
         return taken
 
     def _cannot_end_in(self, tokens: list[int]) -> bool:
@@ -146,23 +147,27 @@ class Sequence:
         count = len(self.output.token_ids)
         may_stop = count > self.params.min_tokens
         if may_stop and token in self._stop_ids:
-            if self.params.include_stop_str_in_output:
-                self._add_text(token)
+            self._decode(count if self.params.include_stop_str_in_output else count - 1)
             stop_reason = None if token in self.eos_token_ids else token
             self._finish("stop", stop_reason)
         else:
-            self._add_text(token)
-            if not may_stop:
-                self._unchecked = len(self._text)
-            elif not self._stop_string():
-                self._unchecked = max(self._unchecked, len(self._text) - self._holdback)
+            if self.params.stop:
+                self._decode(count)
+                if not may_stop:
+                    self._unchecked = len(self._text)
+                elif not self._stop_string():
+                    self._unchecked = max(self._unchecked, len(self._text) - self._holdback)
             if not self.finished and count >= self.max_new_tokens:
+                self._decode(count)
                 self._finish("length", None)
         return self.finished
 
-    def _add_text(self, token: int) -> None:
+    def _decode(self, count: int) -> None:
+        """Bring the text up to so many tokens."""
         if self._detokenizer is not None:
-            self._text += self._detokenizer.push(token)
+            while self._decoded < count:
+                start, self._decoded = self._decoded, min(self._decoded + DECODED_AT_ONCE, count)
+                self._text += self._detokenizer.push(*self.output.token_ids[start : self._decoded])
 
     def _stop_string(self) -> bool:
         """End at the earliest stop string in the unchecked text, if there is one."""
@@ -171,15 +176,22 @@ class Sequence:
             return False
         at, stop = min(found)
         self._text = self._text[: at + len(stop) if self.params.include_stop_str_in_output else at]
-        self._detokenizer = None
+        self._detokenizer = None  # what waits in it comes after the end
         self._finish("stop", stop)
         return True
 
     def _finish(self, reason: str, stop_reason: int | str | None) -> None:
         if self._detokenizer is not None:
             self._text += self._detokenizer.flush()
+            self._detokenizer = None
         self.output.finish_reason, self.output.stop_reason = reason, stop_reason
 
-    def _publish_text(self) -> None:
+    def publish_text(self) -> None:
+        """Bring `output.text` up to date: nobody pays for text in between that nobody reads."""
+        try:
+            self._decode(len(self.output.token_ids))
+        except Exception as error:  # of the tokenizer, which is not ours: it costs this completion alone
+            self._detokenizer = None
+            self.fail(f"{type(error).__name__}: {error}")
         shown = len(self._text) if self.finished else max(len(self._text) - self._holdback, 0)
         self.output.text = self._text[:shown]

@@ -108,6 +108,7 @@ class Sent:
 
     def delta(self, sequence: Sequence) -> CompletionDelta | None:
         """What the completion has gained, None if nothing."""
+        sequence.publish_text()
         output = sequence.output
         gained = len(output.token_ids) > self.tokens or len(output.text) > self.text
         if self.is_finished or not (gained or sequence.finished):
