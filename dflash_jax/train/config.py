@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.config.draft import default_target_layer_ids, draft_config
@@ -43,6 +43,7 @@ class TrainConfig:
         batch_tokens: tokens of a step, padding included.
         epochs: passes over the data.
         minutes: train so long instead, loading and compilation included; the learning rate then falls with time.
+        optimizer: "adamw", or "muon", which learns more from each step.
         learning_rate: at its height.
         min_learning_rate: at the end, as a share of the height.
         warmup_ratio: share of the steps.
@@ -80,6 +81,7 @@ class TrainConfig:
     batch_tokens: int = 3072 * 4
     epochs: int = 6
     minutes: float | None = None
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 6e-4
     min_learning_rate: float = 0.0
     warmup_ratio: float = 0.04
@@ -118,6 +120,8 @@ class TrainConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} must lie between 0 and 1.")
         if self.loss not in ("decay", "dpace"):
             raise ConfigError(f"loss={self.loss!r} is unknown; use 'decay' or 'dpace'.")
+        if self.optimizer not in ("adamw", "muon"):
+            raise ConfigError(f"optimizer={self.optimizer!r} is unknown; use 'adamw' or 'muon'.")
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype={self.dtype!r} is unknown; use 'float32' or 'bfloat16'.")
         if not self.data:

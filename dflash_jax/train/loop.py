@@ -76,7 +76,7 @@ def train(config: TrainConfig) -> Path:
     checkpoints = Checkpoints(out / "training" / "checkpoints")
     first = checkpoints.latest or 0
     with contextlib.closing(checkpoints), Logs(out / "training", first=first, total=steps) as logs:
-        optimizer = make_optimizer(config)
+        optimizer = make_optimizer(config, pair.draft)
         state = init_state(pair.draft, optimizer, mesh, config.seed, pair.draft_params)
         if first:
             state = checkpoints.restore(first, state)

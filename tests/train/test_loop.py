@@ -68,7 +68,8 @@ def newest(config: TrainConfig):
     """The newest checkpoint, as a list of host arrays."""
     mesh = make_mesh(config)
     checkpoints = Checkpoints(Path(config.out) / "training" / "checkpoints")
-    like = init_state(load_pair(config, mesh).draft, make_optimizer(config), mesh, 1)
+    draft = load_pair(config, mesh).draft
+    like = init_state(draft, make_optimizer(config, draft), mesh, 1)
     state = checkpoints.restore(checkpoints.latest, like)
     checkpoints.close()
     return [np.asarray(x) for x in jax.tree.leaves(state)]
