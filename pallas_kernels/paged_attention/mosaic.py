@@ -67,11 +67,11 @@ def is_fastest(args: Arguments) -> bool:
     """
     H, rows = args.q.shape[-1], args.q.shape[1] * args.group
     capacity = args.page_table.shape[1] * args.page_size
+    fills = args.q.shape[0] * args.kv_heads > 0.9 * _compat.sm_count()  # then no split is needed, and none is merged
     if _compat.is_fp8(args.k_pages.dtype):
-        return H == 128 and rows <= ROWS and capacity >= 4096
+        return H == 128 and rows <= ROWS and (fills or capacity >= 4096)
     if rows <= 16:
         return H == 128 and capacity >= 65536
-    fills = args.q.shape[0] * args.kv_heads > 0.9 * _compat.sm_count()  # then no split is needed, and none is merged
     return (H == 128 and rows <= ROWS and (fills or capacity >= 4096)) or H == 256
 
 
