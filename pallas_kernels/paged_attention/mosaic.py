@@ -67,7 +67,8 @@ def is_fastest(args: Arguments) -> bool:
     """
     H, rows = args.q.shape[-1], args.q.shape[1] * args.group
     capacity = args.page_table.shape[1] * args.page_size
-    fills = args.q.shape[0] * args.kv_heads > 0.9 * _compat.sm_count()  # then no split is needed, and none is merged
+    # Then no split is needed, and none is merged; calls of few rows were not measured so.
+    fills = args.q.shape[0] * args.kv_heads > 0.9 * _compat.sm_count() and rows > 16
     if _compat.is_fp8(args.k_pages.dtype):
         return H == 128 and rows <= ROWS and (fills or capacity >= 4096)
     if rows <= 16:
