@@ -1,5 +1,7 @@
 """How a completion ends, and what its text is, however its tokens come in."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,6 +147,13 @@ def test_text_of_what_was_cut_off(tokenizer):
     running.output.finish_reason = "abort"
     running.publish_text()
     assert running.output.text == "Hello"
+
+
+def test_text_of_what_its_constraint_ended(tokenizer):
+    running = sequence(tokenizer)
+    running.constraint = SimpleNamespace(error=None, is_complete=True, accept=lambda tokens: None)
+    running.extend(tokenizer.encode("Hello"), None)
+    assert (running.output.text, running.output.finish_reason) == ("Hello", "stop")
 
 
 def test_a_tokenizer_that_fails_costs_its_completion_alone(tokenizer, monkeypatch):

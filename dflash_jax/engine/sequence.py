@@ -99,7 +99,7 @@ class Sequence:
 
     def extend(self, tokens: Iterable[int], logprobs: Seq[TokenLogprobs] | None) -> int:
         """Append what a step emitted, up to where the completion ends; returns how many tokens were taken."""
-        if self.finished or self._is_broken():  # then its masks meant nothing
+        if self.finished or self._is_broken():  # by its tokenizer or its constraint, whose masks meant nothing then
             return 0
         tokens, taken = list(tokens), 0
         if logprobs is None and self._cannot_end_in(tokens):
@@ -147,9 +147,8 @@ class Sequence:
         count = len(self.output.token_ids)
         may_stop = count > self.params.min_tokens
         if may_stop and token in self._stop_ids:
-            self._decode(count if self.params.include_stop_str_in_output else count - 1)
             stop_reason = None if token in self.eos_token_ids else token
-            self._finish("stop", stop_reason)
+            self._finish("stop", stop_reason, shown=count if self.params.include_stop_str_in_output else count - 1)
         else:
             if self.params.stop:
                 self._decode(count)
@@ -158,7 +157,6 @@ class Sequence:
                 elif not self._stop_string():
                     self._unchecked = max(self._unchecked, len(self._text) - self._holdback)
             if not self.finished and count >= self.max_new_tokens:
-                self._decode(count)
                 self._finish("length", None)
         return self.finished
 
@@ -180,7 +178,9 @@ class Sequence:
         self._finish("stop", stop)
         return True
 
-    def _finish(self, reason: str, stop_reason: int | str | None) -> None:
+    def _finish(self, reason: str, stop_reason: int | str | None, *, shown: int | None = None) -> None:
+        """End it, with a text of so many tokens; None of all."""
+        self._decode(len(self.output.token_ids) if shown is None else shown)
         if self._detokenizer is not None:
             self._text += self._detokenizer.flush()
             self._detokenizer = None
