@@ -17,6 +17,7 @@ from dflash_jax.engine.scheduler import Layout
 from dflash_jax.engine.sharding import Mesh
 from dflash_jax.engine.state import DEFERRED, Caches
 from dflash_jax.errors import ConfigError
+from pallas_kernels.paged_attention import MOST_WIDENED
 
 CPU_CACHE_BYTES = 4 << 30  # without a device that says how much it has
 LOGITS_COPIES = 6  # float32 [rows, V] that sampling holds at once: logits, scaled, sorted, probabilities, sum, noise
@@ -169,7 +170,11 @@ def working_bytes(target: TargetConfig, draft: DraftConfig | None, config: Engin
     state = config.max_num_seqs * (SAMPLING_STATE_BYTES * target.vocab_size + deferred)
     verified = config.max_num_seqs * (config.num_speculative_tokens + 1)
     prefill = step_bytes(target, draft, config, tokens=config.max_num_batched_tokens, rows=config.max_num_seqs)
-    return state + max(prefill, step_bytes(target, draft, config, tokens=verified, rows=verified))
+    widened = 0  # a copy of the pages of a layer, which prefills of fp8 pages take
+    if config.kv_cache_dtype in FP8:
+        kept = config.max_num_seqs * config.max_model_len * target.num_key_value_heads * target.head_dim
+        widened = min(MOST_WIDENED, 2 * 2 * kept)
+    return state + max(prefill + widened, step_bytes(target, draft, config, tokens=verified, rows=verified))
 
 
 def feature_size(target: TargetConfig, draft: DraftConfig | None) -> int:

@@ -10,6 +10,7 @@ from pallas_kernels import _compat
 from pallas_kernels.masks import Mask
 from pallas_kernels.paged_attention import mosaic, reference, triton
 from pallas_kernels.paged_attention.arguments import Arguments, checked
+from pallas_kernels.paged_attention.mosaic_prefill import MOST_WIDENED as MOST_WIDENED
 
 Implementation = Literal["mosaic", "triton", "reference"]
 

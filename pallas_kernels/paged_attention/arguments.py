@@ -139,6 +139,14 @@ def page_range(low: Any, high: Any, page_size: int) -> tuple[Any, Any]:
     return first, jnp.where(high > low, (high + page_size - 1) // page_size, first)
 
 
+def operand(x: jax.Array, dtype: Any) -> jax.Array:
+    """Queries in the dtype of the products; float16 cannot hold all that bfloat16 can, so clip first."""
+    if dtype == jnp.float16 and x.dtype != jnp.float16:
+        limit = _compat.max_finite(jnp.float16)
+        x = jnp.clip(x.astype(jnp.float32), -limit, limit)
+    return x.astype(dtype)
+
+
 def _spec(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}"
 

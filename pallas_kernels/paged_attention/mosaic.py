@@ -1,4 +1,6 @@
-"""Paged attention of decode, verify and draft blocks on Hopper, on Pallas' Mosaic GPU backend.
+"""Paged attention on Hopper, on Pallas' Mosaic GPU backend: decode, verify and draft blocks.
+
+Longer chunks of prompts are ``mosaic_prefill``'s, with which this shares its public functions.
 
 One CTA attends up to 64 query rows of one kv head (the tokens of its first query head, then those of the next) to one
 split of the pages that its sequence sees, a page a step. Its warpgroups:
@@ -30,9 +32,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
+from pallas_kernels.paged_attention import mosaic_prefill
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.paged_attention.combine import combine_jnp
 from pallas_kernels.paged_attention.mosaic_kernel import Config, attend
+from pallas_kernels.paged_attention.mosaic_layouts import tiled
 from pallas_kernels.paged_attention.rows import ROWS, bounds, head_rows, padded, pieces, terms
 from pallas_kernels.paged_attention.splits import best_splits
 
@@ -42,8 +46,7 @@ _MOST_ROW_BLOCKS = 4
 
 def refusal(args: Arguments) -> str | None:
     """Why the Mosaic backend cannot do this call, or None."""
-    T, H = args.q.shape[1], args.q.shape[-1]
-    dtype = args.k_pages.dtype
+    H, dtype = args.q.shape[-1], args.k_pages.dtype
     if args.q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"The Mosaic paged attention takes bf16, f16 and f32 queries; these are {args.q.dtype}."
     if dtype not in (jnp.bfloat16, jnp.float16) and not _compat.is_fp8(dtype):
@@ -52,12 +55,12 @@ def refusal(args: Arguments) -> str | None:
         return f"The Mosaic paged attention needs a head size of 64, 128 or 256; this is {H}."
     if args.page_size != 64:
         return f"The Mosaic paged attention needs pages of 64 tokens; these hold {args.page_size}."
-    if (rows := args.group * head_rows(T)) > _MOST_ROW_BLOCKS * ROWS:
-        return (
-            f"The Mosaic paged attention is for decode, verify and draft blocks, up to {_MOST_ROW_BLOCKS * ROWS} query "
-            f"rows a kv head; {args.group} heads of {T} tokens, rounded up to {head_rows(T)}, are {rows}."
-        )
-    return None
+    return mosaic_prefill.refusal(args) if _is_long(args) else None
+
+
+def _is_long(args: Arguments) -> bool:
+    """Whether a call has more query rows than a block: these are a chunk of a prompt."""
+    return args.group * head_rows(args.q.shape[1]) > _MOST_ROW_BLOCKS * ROWS
 
 
 def is_fastest(args: Arguments) -> bool:
@@ -65,6 +68,8 @@ def is_fastest(args: Arguments) -> bool:
 
     How long the sequences are is not known when a program is built; how long they may become is.
     """
+    if _is_long(args):
+        return mosaic_prefill.is_fastest(args)
     H, rows = args.q.shape[-1], args.q.shape[1] * args.group
     capacity = args.page_table.shape[1] * args.page_size
     # Then no split is needed, and none is merged; calls of few rows were not measured so.
@@ -104,6 +109,8 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     """See ``pallas_kernels.paged_attention``."""
     if reason := refusal(args):
         raise NotImplementedError(reason)
+    if _is_long(args):
+        return mosaic_prefill.paged_attention(args)
     config = config or default_config(args)
     B, T, N, H = args.q.shape
     K, rows = args.kv_heads, args.group * head_rows(T)
@@ -149,30 +156,22 @@ def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
     H, S, dtype = args.q.shape[-1], args.page_size, args.k_pages.dtype
     slots, wide = config.consumers * config.stages, config.consumers * config.wide
     scratch = {
-        "q_s": _tiled((terms(dtype) * ROWS, H), dtype),
+        "q_s": tiled((terms(dtype) * ROWS, H), dtype),
         "bounds_s": plgpu.SMEM((3, ROWS), jnp.int32),
-        "k_s": _tiled((slots, S, H), dtype),
-        "v_s": _tiled((slots, S, H), dtype),
+        "k_s": tiled((slots, S, H), dtype),
+        "v_s": tiled((slots, S, H), dtype),
         "sums_s": plgpu.SMEM((2, ROWS), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=len(pieces(head_rows(args.q.shape[1]))) + 1),
         "done": plgpu.Barrier(),
         **{name: plgpu.Barrier(num_barriers=slots) for name in ("k_full", "k_empty", "v_full", "v_empty")},
     }
     if config.consumers > 1:
-        scratch["acc_s"] = _tiled((ROWS, H), jnp.float32)
+        scratch["acc_s"] = tiled((ROWS, H), jnp.float32)
     if config.splits == 1:
-        scratch["out_s"] = _tiled((ROWS, H), args.q.dtype)
+        scratch["out_s"] = tiled((ROWS, H), args.q.dtype)
     if wide:
         scratch |= {"q_ready": plgpu.Barrier(), "factor_s": plgpu.SMEM((ROWS,), jnp.float32)}
-        scratch["rows_s"] = _tiled((ROWS, H), args.q.dtype)
-        scratch["wide_s"] = _tiled((wide, S, H), args.compute_dtype)
+        scratch["rows_s"] = tiled((ROWS, H), args.q.dtype)
+        scratch["wide_s"] = tiled((wide, S, H), args.compute_dtype)
         scratch |= {name: plgpu.Barrier(num_barriers=wide) for name in ("wide_full", "wide_empty")}
     return scratch
-
-
-def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory laid out for TMA and wgmma: tiles of 8 rows, swizzled as wide as a row allows (128 bytes)."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = min(128, shape[-1] * size)
-    transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)

@@ -15,9 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels.paged_attention.arguments import page_range
+from pallas_kernels.paged_attention.mosaic_layouts import LOWEST, across, copy_layout
 from pallas_kernels.paged_attention.rows import ROWS, Place
-
-_LOWEST = -1e30  # start of a running maximum: finite, so that no difference of two maxima is inf - inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +137,7 @@ def _split_queries(me: Any, s: dict[str, Any]) -> None:
     @pl.when(me == 0)
     def _():
         H, dtype = s["rows_s"].shape[1], s["q_s"].dtype
-        layout = _copy_layout(H)
+        layout = copy_layout(H)
         rest = _compat.smem_load(s["rows_s"], layout).astype(jnp.float32)
         largest = jnp.maximum(jnp.maximum(rest.max(axis=1), (-rest).max(axis=1)), 1e-30)
         room = lax.bitcast_convert_type(_compat.max_finite(dtype) / largest, jnp.int32)
@@ -181,7 +180,7 @@ def _convert(work: Work, s: dict[str, Any]) -> None:
         slot = work.slot(i, work.config.stages)[0]
         target, turn = work.slot(i, work.config.wide)
         plgpu.barrier_wait(s["v_full"].at[slot])
-        values = _compat.smem_load(s["v_s"].at[slot], _copy_layout(s["v_s"].shape[-1]))
+        values = _compat.smem_load(s["v_s"].at[slot], copy_layout(s["v_s"].shape[-1]))
         plgpu.barrier_arrive(s["v_empty"].at[slot])
 
         @pl.when(turn > 0)
@@ -209,18 +208,10 @@ def _store_seen(values: jax.Array, target: Any, i: Any, work: Work) -> None:
 
     @pl.when(jnp.logical_not(seen))
     def _():
-        position = plgpu.broadcasted_iota(jnp.int32, (S, H), 0, layout=_copy_layout(H)) + (work.first + i) * S
+        position = plgpu.broadcasted_iota(jnp.int32, (S, H), 0, layout=copy_layout(H)) + (work.first + i) * S
         inside = (position >= work.edges[0]) & (position < work.edges[1])
         wide = values.astype(target.dtype)
         target[...] = jnp.where(inside, wide, jnp.zeros_like(wide))
-
-
-def _copy_layout(H: int) -> Any:
-    """Registers for copying a page: 8 neighbouring elements a lane, so that neither side of it meets bank conflicts."""
-    lanes = min(H // 8, 16)
-    tile = (32 // lanes, lanes * 8)
-    tiling = _compat.tiling(((4 * tile[0], tile[1]), tile, (8,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def _consume(work: Work, me: Any, scores_scale: Any, s: dict[str, Any]) -> _Sums:
@@ -264,13 +255,13 @@ def _consume(work: Work, me: Any, scores_scale: Any, s: dict[str, Any]) -> _Sums
         i = j * each + me
         if masked:
             position = plgpu.broadcasted_iota(jnp.int32, (ROWS, S), 1, layout=plgpu.Layout.WGMMA) + (work.first + i) * S
-            seen = (position >= _across(row_low, S)) & (position < _across(row_high, S))
+            seen = (position >= across(row_low, S)) & (position < across(row_high, S))
             scores = jnp.where(seen, scores, -jnp.inf)
         new = jnp.maximum(highest, scores.max(axis=1) * factor)
         shrink = jnp.exp2(highest - new)
-        weights = jnp.exp2(scores * _across(factor, S) - _across(new, S))
+        weights = jnp.exp2(scores * across(factor, S) - across(new, S))
         total = total * shrink + weights.sum(axis=1)
-        acc = _weighted_values(acc * _across(shrink, H), weights, i, work, s)
+        acc = _weighted_values(acc * across(shrink, H), weights, i, work, s)
         return acc, new, total
 
     def step(j: Any, carry: Any, masked: bool) -> Any:
@@ -279,7 +270,7 @@ def _consume(work: Work, me: Any, scores_scale: Any, s: dict[str, Any]) -> _Sums
 
     start = (
         plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), plgpu.Layout.WGMMA),
-        plgpu.layout_cast(jnp.full((ROWS,), _LOWEST, jnp.float32), column),
+        plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), column),
         plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), column),
     )
     count = _turns(work.count - me, each)
@@ -311,7 +302,7 @@ def _weighted_values(acc: jax.Array, weights: jax.Array, i: Any, work: Work, s: 
 
         @pl.when(jnp.logical_not(work.seen(i, values.shape[0])))
         def _():
-            _store_seen(_compat.smem_load(values, _copy_layout(values.shape[1])), values, i, work)
+            _store_seen(_compat.smem_load(values, copy_layout(values.shape[1])), values, i, work)
             plgpu.commit_smem()
 
     acc = pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(acc))
@@ -342,7 +333,7 @@ def _merge(sums: _Sums, me: Any, config: Config, leave: Callable[..., None], s: 
         mine, others = jnp.exp2(highest - new), jnp.exp2(other_highest - new)
         other_acc = _compat.smem_load(s["acc_s"], plgpu.Layout.WGMMA)
         H = acc.shape[1]
-        leave(acc * _across(mine, H) + other_acc * _across(others, H), new, total * mine + other_total * others)
+        leave(acc * across(mine, H) + other_acc * across(others, H), new, total * mine + other_total * others)
 
 
 def _write_result(acc: jax.Array, total: jax.Array, v_scale: Any, place: Place, out: Any, s: dict[str, Any]) -> None:
@@ -350,7 +341,7 @@ def _write_result(acc: jax.Array, total: jax.Array, v_scale: Any, place: Place, 
     real = _compat.smem_load(s["bounds_s"].at[2], plgpu.Layout.WGMMA.reduce(1)).astype(jnp.float32)
     factor = v_scale / jnp.where(total > 0, total, jnp.ones_like(total))
     H = acc.shape[1]
-    values = jnp.where(_across(real, H) > 0, acc * _across(factor, H), jnp.zeros_like(acc))
+    values = jnp.where(across(real, H) > 0, acc * across(factor, H), jnp.zeros_like(acc))
     _copy_result(values, place, out, s)
 
 
@@ -384,8 +375,3 @@ def _write_sums(
     for i in range(2):
         plgpu.copy_smem_to_gmem(s["sums_s"].at[i], outputs[1 + i])
     plgpu.wait_smem_to_gmem(0)
-
-
-def _across(x: jax.Array, width: int) -> jax.Array:
-    """A number a row, at every column."""
-    return lax.broadcast_in_dim(x, (ROWS, width), [0])

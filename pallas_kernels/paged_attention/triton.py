@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
 from pallas_kernels.masks import visible
-from pallas_kernels.paged_attention.arguments import Arguments, key_range, page_range
+from pallas_kernels.paged_attention.arguments import Arguments, key_range, operand, page_range
 from pallas_kernels.paged_attention.combine import combine
 from pallas_kernels.paged_attention.splits import best_splits
 
@@ -124,7 +124,7 @@ def _attend(
     def _():
         valid = (token < tokens)[:, None]
         queries = pltriton.load(q.at[_compat.row_index(b, token, head * group + row % group, H)], mask=valid, other=0.0)
-        queries = _operand(queries, args.compute_dtype)
+        queries = operand(queries, args.compute_dtype)
         factor = scores_scale[head]
 
         def step(page: Any, carry: Any) -> Any:
@@ -173,11 +173,3 @@ def _share(first: Any, last: Any, split: Any, splits: int) -> tuple[Any, Any]:
     each = pl.cdiv(last - first, splits)
     begin = first + split * each
     return begin, jnp.minimum(begin + each, last)
-
-
-def _operand(x: jax.Array, dtype: Any) -> jax.Array:
-    """Queries in the dtype of the products; float16 cannot hold all that bfloat16 can, so clip first."""
-    if dtype == jnp.float16 and x.dtype != jnp.float16:
-        limit = _compat.max_finite(jnp.float16)
-        x = jnp.clip(x.astype(jnp.float32), -limit, limit)
-    return x.astype(dtype)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as Spec
 
 import pallas_kernels
 from pallas_kernels import Rotary, _compat, paged_attention, write_kv
+from pallas_kernels.paged_attention import MOST_WIDENED
 from tests.kernels.cases import BF16, E4M3, PAGE_DTYPES, cuda_lowering
 
 TARGETS = {"triton": "xla.gpu.triton", "mosaic": "mosaic_gpu"}
@@ -26,6 +27,7 @@ SHAPES = {  # name: T, N, K, H
     "verify-mqa-256": (16, 16, 1, 256),
     "draft-64": (8, 8, 2, 64),
     "prefill": (512, 32, 8, 128),
+    "prefill-lone-head": (320, 1, 1, 128),
 }
 
 
@@ -42,10 +44,6 @@ def test_attention_lowers(implementation, shape, dtype):
     either = [{"mask": "block"}, {"window": 100}] if shape == "verify" else []
     for options in ({}, {"mask": "block", "window": 100}, *either):
         f = functools.partial(paged_attention, implementation=implementation, **options)
-        if implementation == "mosaic" and shape == "prefill":
-            with pytest.raises(NotImplementedError, match="The Mosaic paged attention"):
-                cuda_lowering(f, *arguments(*SHAPES[shape], dtype))
-            continue
         assert TARGETS[implementation] in cuda_lowering(f, *arguments(*SHAPES[shape], dtype))
 
 
@@ -132,7 +130,9 @@ def test_sharded_lowering_knows_what_varies(implementation):
         ((9, 0), "decode", BF16, "xla.gpu.triton"),
         ((9, 0), "decode", E4M3, "mosaic_gpu"),
         ((9, 0), "verify-mqa-256", E4M3, "xla.gpu.triton"),
-        ((9, 0), "prefill", E4M3, "xla.gpu.triton"),
+        ((9, 0), "prefill", E4M3, "mosaic_gpu"),
+        ((9, 0), "prefill", BF16, "mosaic_gpu"),
+        ((9, 0), "prefill-lone-head", BF16, "xla.gpu.triton"),
         ((9, 0), "verify", jnp.float32, None),
         ((8, 9), "verify", E4M3, "xla.gpu.triton"),
         ((8, 0), "verify", E4M3, None),
@@ -143,3 +143,11 @@ def test_the_public_function_picks(monkeypatch, capability, shape, dtype, target
     monkeypatch.setattr(_compat, "compute_capability", lambda: capability)
     text = cuda_lowering(lambda *args: paged_attention(*args), *arguments(*SHAPES[shape], dtype))  # traced anew
     assert [x for x in TARGETS.values() if x in text] == ([] if target is None else [target])
+
+
+@pytest.mark.parametrize(("dtype", "target"), [(BF16, "mosaic"), (E4M3, "triton")])
+def test_a_chunk_over_more_fp8_pages_than_may_be_copied(monkeypatch, dtype, target):
+    monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
+    pages = MOST_WIDENED // (4 * 8 * 64 * 128) + 1
+    text = cuda_lowering(lambda *args: paged_attention(*args), *arguments(512, 32, 8, 128, dtype, B=1, M=pages))
+    assert TARGETS[target] in text

@@ -109,7 +109,7 @@ def test_pieces_are_every_row_of_every_head_once(rows, group):
         (Geometry(B=1, T=1, N=1, K=1, H=64, S=64, dtype=jnp.float32), "these are float32"),
         (Geometry(B=1, T=1, N=1, K=1, H=32, S=64), "a head size of 64, 128 or 256; this is 32"),
         (Geometry(B=1, T=1, N=1, K=1, H=64, S=16), "pages of 64 tokens; these hold 16"),
-        (Geometry(B=1, T=65, N=8, K=2, H=64, S=64), "4 heads of 65 tokens, rounded up to 128, are 512"),
+        (Geometry(B=1, T=65, N=8, K=2, H=256, S=64, M=2), "of 64 or 128 numbers; these are bfloat16 of 256"),
     ],
 )
 def test_mosaic_refuses_in_a_sentence(geometry, sentence):

@@ -1,0 +1,35 @@
+"""What the Mosaic kernels share: layouts of shared memory and registers, and a number a row at every column."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _compat
+
+LOWEST = -1e30  # start of a running maximum: finite, so that no difference of two maxima is inf - inf
+
+
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory laid out for TMA and wgmma: tiles of 8 rows, swizzled as wide as a row allows (128 bytes)."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = min(128, shape[-1] * size)
+    transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def copy_layout(H: int) -> Any:
+    """Registers for copying a page: 8 neighbouring elements a lane, so that neither side of it meets bank conflicts."""
+    lanes = min(H // 8, 16)
+    tile = (32 // lanes, lanes * 8)
+    tiling = _compat.tiling(((4 * tile[0], tile[1]), tile, (8,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def across(x: jax.Array, width: int) -> jax.Array:
+    """A number a row, at every column."""
+    return lax.broadcast_in_dim(x, (x.shape[0], width), [0])
