@@ -240,14 +240,14 @@ class Engine:
         pending = pending[:rows]
         tables = tables_of(self.scheduler, pending, rows, self._table_width(pending))
         chunk = chunk_of(pending, rows, width, tables)
-        self._slots, self._caches, hidden, last = steps.prefill(
+        self._slots, self._caches, last, before = steps.prefill(
             self._flat_params, self._slots, self._caches, chunk, spec=self.spec
         )
         self._follows_prefill = True
         if is_scored:
             following = first.text[first.prefilled + 1 : first.prefilled + 1 + width]
             padded = np.array([[*following, *[0] * (width - len(following))]], np.int32)
-            scored = steps.score(self._shared[0], hidden, padded, spec=self.spec)
+            scored = steps.score(self._flat_params, self._caches.target, chunk, before, padded, spec=self.spec)
             self._push(ScoreInFlight(first, first.prefilled, scored))
         for running in pending:
             running.prefilled = min(running.prefilled + width, len(running.text))

@@ -210,31 +210,38 @@ def commit(
 @partial(jax.jit, static_argnames="spec", donate_argnames=("slots", "caches"), compiler_options=COMPILER_OPTIONS)
 def prefill(
     params: FlatParams, slots: Slots, caches: Caches, chunk: Chunk, *, spec: StepSpec
-) -> tuple[Slots, Caches, Float[Array, "B T D"], Float[Array, "B 1 D"]]:
+) -> tuple[Slots, Caches, Float[Array, "B 1 D"], Float[Array, "B T D"]]:
     """Process a part of B prompts, the drafter's context included.
 
     A slot is left as a round would leave it that has verified all of the prompt but its last token: `commit` of that
     one row then emits the first token. A sequence that was preempted has its first token; its slot is ready to draft.
 
     Returns:
-        The slots and caches after the step; the hidden states of the chunk, and those of the last token of each
-        prompt that ends in it.
+        The slots and caches after the step; the final hidden states of the last token of each prompt in the chunk; what
+        went into the target's last layer, for `score`.
     """
     models, caches = bind(params.unflatten(), spec), caches.through(chunk.tables)
-    hidden, features, caches = extend(models[0], chunk.tokens, chunk.positions, caches, spec)
-    caches = write_context(models[1], features, chunk.positions, caches)
-    is_last = chunk.positions == chunk.length[:, None] - 1
-    last = jnp.take_along_axis(hidden, is_last.argmax(axis=1)[:, None, None], axis=1)
+    last, features, before, cache = models[0].prefill(chunk.tokens, chunk.positions, caches.target, spec.taps)
+    caches = write_context(models[1], features, chunk.positions, caches.with_target(cache))
     is_new = chunk.anchor < 0
     ready = Slots(anchor=chunk.anchor, length=chunk.length - is_new, emitted=chunk.emitted)
-    slots, hidden, last = spec.replicate((slots.put(chunk.tables.rows, ready), hidden, last))
-    return slots, caches.pools(), hidden, last
+    slots, last, before = spec.replicate((slots.put(chunk.tables.rows, ready), last, before))
+    return slots, caches.pools(), last, before
 
 
-@partial(jax.jit, static_argnames="spec")
-def score(params: Params, hidden: Float[Array, "1 T D"], following: Int[Array, "1 T"], *, spec: StepSpec) -> Logprobs:
-    """Log-probabilities of the tokens that follow those of a chunk of one prompt; `params` as for `commit`."""
-    target = bind_target(params, spec)
+@partial(jax.jit, static_argnames="spec", compiler_options=COMPILER_OPTIONS)
+def score(
+    params: FlatParams,
+    cache: PagedKVCache,
+    chunk: Chunk,
+    before: Float[Array, "1 T D"],
+    following: Int[Array, "1 T"],
+    *,
+    spec: StepSpec,
+) -> Logprobs:
+    """Log-probabilities of the tokens behind those of a chunk of one prompt, which `prefill` has just processed."""
+    target = bind_target(params.unflatten()[0], spec)
+    hidden = target.finish(before, chunk.positions, chunk.tables.over_target(cache))
     rows = min(SCORED_ROWS, hidden.shape[1])
 
     def one(block: tuple[Float[Array, "R D"], Int[Array, " R"]]) -> Logprobs:
@@ -242,7 +249,7 @@ def score(params: Params, hidden: Float[Array, "1 T D"], following: Int[Array, "
 
     blocks = hidden.reshape(-1, rows, hidden.shape[-1]), following.reshape(-1, rows)
     scored = jax.lax.map(one, blocks)
-    return jax.tree.map(lambda array: array.reshape(1, -1, *array.shape[3:]), scored)
+    return spec.replicate(jax.tree.map(lambda array: array.reshape(1, -1, *array.shape[3:]), scored))
 
 
 def bind(params: tuple[Params, Params], spec: StepSpec) -> tuple[TargetModel, DraftModel | None]:

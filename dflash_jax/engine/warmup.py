@@ -107,8 +107,9 @@ def compile_steps(
             plane, column = _zeros(rows, tokens), _zeros(rows)
             chunk = Chunk(plane, plane, column, column, column, Tables(_zeros(rows, 2 * pages + 2)))
             jobs.append(partial(_compile, steps.prefill, *state, chunk, spec=spec))
-    for tokens in shapes.chunks:
-        jobs.append(partial(_compile, steps.score, shared[0], hidden(1, tokens), _zeros(1, tokens), spec=spec))
+            if rows == 1:
+                scored = (params, caches.target, chunk, hidden(1, tokens), plane)
+                jobs.append(partial(_compile, steps.score, *scored, spec=spec))
     for (rows, length), (mode, with_logprobs) in product(sorted(commits), COMMIT_MODES):
         used = controls if mode in CONTROLLED_MODES else None
         words = -(-spec.target.vocab_size // 32)

@@ -57,7 +57,7 @@ class DraftModel(nn.Module):
             positions: n..n+G-1 where n is the length of the context; negative rows belong to idle sequences.
             cache: the drafter's, with context at positions 0..n-1.
         """
-        _, hidden, cache = run_layers(self.layers, block, self.weights["norm"], positions, cache)
+        _, hidden, cache = run_layers(self.config, self.layers, block, self.weights["norm"], positions, cache)
         return hidden, cache
 
     def tokens(self, hidden: Float[Array, "B T D"], target_head: Float[Array, "V D"]) -> Int[Array, "B T"]:

@@ -213,10 +213,28 @@ class DecoderLayer(nn.Module):
             kv_length: as for `KVCache.attend`.
             cache: keys and values of earlier positions.
         """
-        q, cache = cache.write(self.index, self.self_attn.heads(h), self.self_attn.rotary(rope), positions)
+        q, cache = self.write(h, rope, positions, cache)
+        return *self.attend(x, q, next_norm, positions, kv_length, cache), cache
+
+    def write(
+        self, h: Float[Array, "B T D"], rope: Rope, positions: Int[Array, "B T"], cache: KVCache
+    ) -> tuple[Float[Array, "B T N H"], KVCache]:
+        """The first half of the layer, which stores keys and values: its queries, and the cache."""
+        return cache.write(self.index, self.self_attn.heads(h), self.self_attn.rotary(rope), positions)
+
+    def attend(
+        self,
+        x: Float[Array, "B T D"],
+        q: Float[Array, "B T N H"],
+        next_norm: Float[Array, " D"],
+        positions: Int[Array, "B T"],
+        kv_length: Int[Array, " B"],
+        cache: KVCache,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """The second half, of as many of the tokens as there are queries; arguments and results are the layer's."""
         y = self.self_attn.output(cache.attend(self.index, q, positions, kv_length, self.config.layers[self.index]))
         x, h = self._add_norm(x, y, self.norms["post_attention_layernorm"])
-        return *self._add_norm(x, self.mlp(h), next_norm), cache
+        return self._add_norm(x, self.mlp(h), next_norm)
 
     def _add_norm(
         self, x: Float[Array, "B T D"], y: Float[Array, "B T D"], weight: Float[Array, " D"]
@@ -239,24 +257,24 @@ class DecoderLayer(nn.Module):
 
 
 def run_layers(
+    config: DecoderConfig,
     layers: Sequence[DecoderLayer],
     x: Float[Array, "B T D"],
     last_norm: Float[Array, " D"],
     positions: Int[Array, "B T"],
     cache: KVCache,
 ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], KVCache]:
-    """All layers of a model over embeddings x; `last_norm` is the weight of the norm after them.
+    """Layers of a model, from the first on, over embeddings x; `last_norm` is the weight of the norm after them.
 
     Returns:
         The residual stream after each layer; hidden states after the last norm; the cache.
     """
-    config = layers[0].config
     rope = rope_tables(config, positions)
     kv_length = positions.max(axis=1) + 1
-    first, *rest = (layer.norms["input_layernorm"] for layer in layers)
+    first, *rest = [*(layer.norms["input_layernorm"] for layer in layers), last_norm]
     h = rms_norm(x, first, config.rms_norm_eps)
     outputs = []
-    for layer, next_norm in zip(layers, [*rest, last_norm], strict=True):
+    for layer, next_norm in zip(layers, rest, strict=True):
         x, h, cache = layer(x, h, next_norm, rope, positions, kv_length, cache)
         outputs.append(x)
     return outputs, h, cache

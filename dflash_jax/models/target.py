@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.models.layers import DecoderLayer, KVCache, run_layers
+from dflash_jax.models.layers import DecoderLayer, KVCache, rms_norm, rope_tables, run_layers
 from dflash_jax.models.quantized import Quantized
 from dflash_jax.models.tables import declare, outer_table
+from pallas_kernels.rotary import split_heads
 
 
 class TargetModel(nn.Module):
@@ -47,9 +51,51 @@ class TargetModel(nn.Module):
             cache.
         """
         x = self.embed(tokens)
-        outputs, hidden, cache = run_layers(self.layers, x, self.weights["norm"], positions, cache)
-        features = jnp.concatenate([x[..., :0], *(outputs[i] for i in taps)], axis=-1)
-        return hidden, features, cache
+        outputs, hidden, cache = run_layers(self.config, self.layers, x, self.weights["norm"], positions, cache)
+        return hidden, _side_by_side(x, outputs, taps), cache
+
+    def prefill(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: KVCache,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Float[Array, "B 1 D"], Float[Array, "B T C"], Float[Array, "B T D"], KVCache]:
+        """The same of tokens of which only the last one's final hidden state is wanted, until `finish` asks for more.
+
+        The last layer stores all keys and values, but computes the rest of itself for that token alone, unless it is
+        tapped: with L layers this saves up to 1/L of the time.
+
+        Returns:
+            The final hidden state of the last token of each sequence, padding apart; the taps' outputs; what goes into
+            the last layer; the cache.
+        """
+        x = self.embed(tokens)
+        *layers, last = self.layers
+        outputs, h, cache = run_layers(self.config, layers, x, last.norms["input_layernorm"], positions, cache)
+        before = [x, *outputs][-1]
+        q, cache = last.write(h, rope_tables(self.config, positions), positions, cache)
+        norm, kv_length, end = self.weights["norm"], positions.max(axis=1) + 1, positions.argmax(axis=1)
+        if last.index in taps:
+            after, hidden = last.attend(before, q, norm, positions, kv_length, cache)
+            return _row(hidden, end), _side_by_side(x, [*outputs, after], taps), before, cache
+        _, hidden = last.attend(_row(before, end), _row(q, end), norm, _row(positions, end), kv_length, cache)
+        return hidden, _side_by_side(x, outputs, taps), before, cache
+
+    def finish(
+        self, before: Float[Array, "B T D"], positions: Int[Array, "B T"], cache: KVCache
+    ) -> Float[Array, "B T D"]:
+        """The final hidden states of all tokens of a `prefill`.
+
+        Args:
+            before: what goes into the last layer.
+            positions: as there.
+            cache: as it was after that.
+        """
+        last = self.layers[-1]
+        h = rms_norm(before, last.norms["input_layernorm"], self.config.rms_norm_eps)
+        q, _, _ = split_heads(last.self_attn.heads(h), last.self_attn.rotary(rope_tables(self.config, positions)))
+        return last.attend(before, q, self.weights["norm"], positions, positions.max(axis=1) + 1, cache)[1]
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Token embeddings; the drafter shares them."""
@@ -63,6 +109,18 @@ class TargetModel(nn.Module):
     def head(self) -> Float[Array, "V D"]:
         """The output head, which is the embedding where they are tied; the drafter shares it."""
         return self.weights.get("lm_head", self.weights["embed_tokens"])
+
+
+def _side_by_side(
+    x: Float[Array, "B T D"], outputs: list[Float[Array, "B T D"]], taps: tuple[int, ...]
+) -> Float[Array, "B T C"]:
+    """What the tapped layers gave; of no width where there are none."""
+    return jnp.concatenate([x[..., :0], *(outputs[i] for i in taps)], axis=-1)
+
+
+def _row(array: Shaped[Array, "B T *_"], index: Int[Array, " B"]) -> Shaped[Array, "B 1 *_"]:
+    """One token of each sequence."""
+    return jax.vmap(partial(lax.dynamic_slice_in_dim, slice_size=1))(array, index)
 
 
 def logits_of(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"] | Quantized) -> Float[Array, "B T V"]:
