@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,10 +13,34 @@ from jaxtyping import Array, Float
 from pallas_kernels.masks import visible
 from pallas_kernels.paged_attention.arguments import Arguments
 
+LEAST_KEYS = 128  # a page table of no more tokens is attended over as a whole
+GROWTH = 4  # of the part that is attended over, until the longest sequence fits
+
 
 @jax.jit
 def paged_attention(args: Arguments) -> Float[Array, "B T N H"]:
-    """Gathers each sequence's pages and attends in float32; see ``pallas_kernels.paged_attention``."""
+    """Gathers each sequence's pages and attends in float32; see ``pallas_kernels.paged_attention``.
+
+    On CPUs, where a choice between programs costs nothing, over as much of the page table as the longest sequence has.
+    """
+    return lax.platform_dependent(args, cpu=_over_what_is_kept, default=_attend)
+
+
+def _over_what_is_kept(args: Arguments) -> Float[Array, "B T N H"]:
+    pages, S = args.page_table.shape[1], args.page_size
+    widths = [pages]
+    while widths[0] > 1 and widths[0] * S > LEAST_KEYS:
+        widths.insert(0, -(-widths[0] // GROWTH))
+
+    def over(width: int) -> Callable[[Arguments], jax.Array]:
+        return lambda args: _attend(dataclasses.replace(args, page_table=args.page_table[:, :width]))
+
+    longest = jnp.max(args.kv_length, initial=0)
+    fitting = sum((longest > width * S).astype(jnp.int32) for width in widths[:-1])
+    return lax.switch(fitting, [over(width) for width in widths], args)
+
+
+def _attend(args: Arguments) -> Float[Array, "B T N H"]:
     B, T, N, H = args.q.shape
     P, K, S, _ = args.k_pages.shape
     keys, rows = args.page_table.shape[1] * S, N // K * T  # r: a kv head's query heads, tokens innermost
