@@ -136,18 +136,25 @@ def load(model: str | Path | None, draft_model: str | Path | None, args: EngineA
     )
 
 
-def _load(folder: Path, model: TargetConfig | DraftConfig, config: EngineConfig, mesh: Mesh) -> Model:
-    """A model from its folder; the scales come first, since they are small and may be refused."""
+def _load(
+    folder: Path, model: TargetConfig | DraftConfig, config: EngineConfig, mesh: Mesh, *, is_final: bool = True
+) -> Model:
+    """A model from its folder, as the devices want it or, if that is not final, as it lies there.
+
+    The scales come first, since they are small and may be refused.
+    """
     kv_scales = load_kv_scales(folder, model)
+    transpose = is_final and mesh.mesh.size == 1 and not mesh.is_accelerator
     with explain_out_of_memory():
-        params = jax.block_until_ready(load_params(folder, model, config.dtype, mesh.place))
-    return Model(model, params, kv_scales)
+        params = load_params(folder, model, config.dtype, mesh.place, transpose=transpose)
+        return Model(model, jax.block_until_ready(params), kv_scales)
 
 
 def _load_draft(folder: Path, draft: DraftConfig, target: Model, config: EngineConfig, mesh: Mesh) -> Model:
     """A drafter from its folder; what it was quantised from is gone when the engine asks how much memory is left."""
-    loaded = _load(folder, draft, config, mesh)
-    return loaded if config.draft_quantization is None else quantized(loaded, target, mesh)
+    if config.draft_quantization is None:
+        return _load(folder, draft, config, mesh)
+    return quantized(_load(folder, draft, config, mesh, is_final=False), target, mesh)
 
 
 def _read_configs(folder: Path, draft_folder: Path | None) -> tuple[TargetConfig, DraftConfig | None]:

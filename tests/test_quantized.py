@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM
+from dflash_jax.checkpoint.loader import load_params
 from dflash_jax.engine import engine as engine_module
 from dflash_jax.models.layers import project
 from dflash_jax.models.quantized import PROJECTIONS, Quantized, to_e4m3
@@ -111,6 +112,10 @@ def assert_same(params, expected):
         np.testing.assert_array_equal(found, leaf)
 
 
+def configs_of(engine):
+    return engine.spec.target, engine.spec.draft
+
+
 def small_pair(folder, target=(), draft=()):
     return write_model(folder / "target", TARGET | dict(target), 0), write_model(
         folder / "draft", DRAFT | dict(draft), 1
@@ -124,10 +129,11 @@ OWN_HEAD = {"draft_vocab_size": 20}
 @pytest.mark.parametrize("draft", [{}, OWN_HEAD, {"attention_bias": True}], ids=["plain", "own head", "biases"])
 def test_projections_and_the_head_are_quantised_and_nothing_else(tmp_path, tied, draft):
     folders = small_pair(tmp_path, {"tie_word_embeddings": tied}, draft)
-    full, small = (LLM(*folders, max_num_seqs=1, draft_quantization=q).engine for q in (None, "fp8"))
-    before, after = leaves_by_name(full.params[1]), leaves_by_name(small.params[1])
+    small = LLM(*folders, max_num_seqs=1, draft_quantization="fp8").engine
+    target, full = (load_params(*pair, jnp.float32) for pair in zip(folders, configs_of(small), strict=True))
+    before, after = leaves_by_name(full), leaves_by_name(small.params[1])
     head = after.pop("['lm_head']")
-    original = before.pop("['lm_head']", full.params[0]["embed_tokens" if tied else "lm_head"])
+    original = before.pop("['lm_head']", target["embed_tokens" if tied else "lm_head"])
     np.testing.assert_array_equal(head.values, quantized(original, 1).values)
     assert before.keys() == after.keys()
     for name, leaf in after.items():
@@ -137,7 +143,7 @@ def test_projections_and_the_head_are_quantised_and_nothing_else(tmp_path, tied,
             assert 0 < error.max() <= HALF_ULP * np.abs(before[name]).max()
         else:
             np.testing.assert_array_equal(leaf, before[name])
-    assert_same(small.params[0], full.params[0])
+    assert_same(small.params[0], LLM(*folders, max_num_seqs=1).engine.params[0])
 
 
 def test_originals_are_gone_when_memory_is_planned(tmp_path, monkeypatch):
@@ -161,7 +167,7 @@ def test_other_weights_are_quantised_too(tmp_path):
     folders, other = small_pair(tmp_path), write_model(tmp_path / "other", DRAFT, 2)
     options = {"max_num_seqs": 1, "draft_quantization": "fp8"}
     engine, expected = LLM(*folders, **options).engine, LLM(folders[0], other, **options).engine
-    engine.replace_draft(LLM(folders[0], other, max_num_seqs=1).engine.params[1])
+    engine.replace_draft(load_params(other, configs_of(engine)[1], jnp.float32))
     assert_same(engine.params[1], expected.params[1])
 
 

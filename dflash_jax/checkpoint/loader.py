@@ -26,8 +26,10 @@ from dflash_jax.models.tables import (
     checkpoint_shape,
     checkpoint_table,
     kv_scale_names,
+    output_axes,
     parameters_of,
 )
+from dflash_jax.models.transposed import PROJECTIONS, Transposed, inputs_first
 
 Params = dict[str, Any]  # nested dicts of arrays, as Flax modules take them
 Placement = Callable[[tuple[str, ...], tuple[int, ...]], jax.sharding.Sharding | None]
@@ -89,7 +91,12 @@ def _kv_scale(
 
 
 def load_params(
-    folder: Path, config: TargetConfig | DraftConfig, dtype: DTypeLike, place: Placement = lambda axes, shape: None
+    folder: Path,
+    config: TargetConfig | DraftConfig,
+    dtype: DTypeLike,
+    place: Placement = lambda axes, shape: None,
+    *,
+    transpose: bool = False,
 ) -> Params:
     """Load a model's parameters.
 
@@ -98,6 +105,7 @@ def load_params(
         config: of the model in it.
         dtype: float32 or bfloat16; tensors of other float types are converted, fp8 ones with their scales.
         place: sharding of an array, given its letters and shape; None leaves it on the default device.
+        transpose: hold projections as `Transposed`, as CPUs want them.
 
     Returns:
         Nested dicts of arrays, as the Flax modules take them.
@@ -109,10 +117,15 @@ def load_params(
     table = checkpoint_table(config)
     _check(folder, tensors, table, config)
 
-    def read(parameter: Parameter) -> jax.Array:
-        array = parameter.join({name: _read(tensors, name, config) for name in parameter.parts})
-        placed = jax.device_put(array, place(parameter.axes, parameter.shape))
+    def put(array: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
+        placed = jax.device_put(array, place(axes, array.shape))
         return placed.astype(dtype if jnp.issubdtype(placed.dtype, jnp.floating) else jnp.int32)
+
+    def read(parameter: Parameter) -> jax.Array | Transposed:
+        array = parameter.join({name: _read(tensors, name, config) for name in parameter.parts})
+        if transpose and parameter.path[-1] in PROJECTIONS:
+            return Transposed(put(inputs_first(array, output_axes(parameter.axes)), ("D", "D")), parameter.shape)
+        return put(array, parameter.axes)
 
     return build(parameters_of(table, config), read)
 

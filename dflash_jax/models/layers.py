@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.config import DecoderConfig, LayerMask, RopeConfig
 from dflash_jax.models.quantized import Quantized
 from dflash_jax.models.tables import attention_table, declare, mlp_table, norms_table
+from dflash_jax.models.transposed import Transposed
 from pallas_kernels import add_norm
 from pallas_kernels.rotary import Rotary, rms_norm
 
@@ -62,7 +63,9 @@ class KVCache(Protocol):
 Rope = tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]
 
 
-def project(x: Float[Array, "B T *I"], weight: Array | Quantized, bias: Array | None = None) -> Float[Array, "B T *O"]:
+def project(
+    x: Float[Array, "B T *I"], weight: Array | Quantized | Transposed, bias: Array | None = None
+) -> Float[Array, "B T *O"]:
     """X @ weight.T for a weight [*O, *I], giving x's dtype; float32 stays float32 on every device (no TF32).
 
     The product is of two matrices: given more dimensions, XLA transposes the weight in memory first, on CPUs.
@@ -70,7 +73,7 @@ def project(x: Float[Array, "B T *I"], weight: Array | Quantized, bias: Array | 
     inner = x.shape[2:]
     outer = weight.shape[: -len(inner)]
     rows = x.reshape(-1, math.prod(inner))
-    if isinstance(weight, Quantized):
+    if isinstance(weight, Quantized | Transposed):
         out = weight.product(rows).astype(x.dtype)
     else:
         precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

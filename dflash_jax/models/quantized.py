@@ -19,7 +19,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Float, Float8e4m3fn
 
 from dflash_jax.config import DraftConfig
-from dflash_jax.models.tables import Parameter, build, checkpoint_table, parameters_of
+from dflash_jax.models.tables import Parameter, build, checkpoint_table, output_axes, parameters_of
 
 PROJECTIONS = ("q_proj", "kv_proj", "o_proj", "gate_up_proj", "down_proj", "fc", "lm_head")  # of a drafter
 LARGEST = float(jnp.finfo(jnp.float8_e4m3fn).max)  # 448
@@ -89,7 +89,7 @@ def quantize_draft(
 
 def _quantized(weight: Array, axes: tuple[str, ...], place: Place) -> Quantized:
     """A weight in fp8, split over the devices as it was."""
-    rows = 1 if axes[0] == "D" else len(axes) - 1  # [D, ...] gives the model's width, [..., D] takes it
+    rows = output_axes(axes)
     placed = place(axes, weight.shape), place(axes[:rows], weight.shape[:rows])
     return Quantized(*_quantize(weight, rows=rows, placed=placed))
 

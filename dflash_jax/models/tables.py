@@ -181,6 +181,11 @@ class Parameter:
         return dict(zip(self.parts, np.split(array, ends[:-1], axis=self.axis), strict=True))
 
 
+def output_axes(axes: tuple[str, ...]) -> int:
+    """How many axes of a matrix are those of its output rows: [D, ...] gives the model's width, [..., D] takes it."""
+    return 1 if axes[0] == "D" else len(axes) - 1
+
+
 def parameters_of(table: Table, config: DecoderConfig) -> list[Parameter]:
     """The arrays that hold the tensors of a table; their paths begin where its names do."""
     letters = sizes(config)
@@ -234,12 +239,15 @@ def declare(module: nn.Module, table: Table, config: DecoderConfig) -> dict[str,
     """Declare a module's parameters from its table.
 
     Returns:
-        By their local name (`o_proj`, `o_proj_bias`), arrays or what stands in their place (`Quantized`).
+        By their local name (`o_proj`, `o_proj_bias`), arrays or what stands in their place (`Quantized`, `Transposed`).
     """
     declared: dict[str, Any] = {}
     for parameter in parameters_of(table, config):
         (name,) = parameter.path
-        declared[name] = module.param(name, initializer(parameter), parameter.shape)
+        if module.has_variable("params", name):  # Flax would take the shape of what is inside for a weight's own
+            declared[name] = module.get_variable("params", name)
+        else:
+            declared[name] = module.param(name, initializer(parameter), parameter.shape)
     return declared
 
 
