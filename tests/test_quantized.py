@@ -12,7 +12,7 @@ from dflash_jax import LLM
 from dflash_jax.checkpoint.loader import load_params
 from dflash_jax.engine import engine as engine_module
 from dflash_jax.models.layers import project
-from dflash_jax.models.quantized import PROJECTIONS, Quantized, to_e4m3
+from dflash_jax.models.quantized import QUANTIZED, Quantized, to_e4m3
 from dflash_jax.models.target import logits_of
 from tests.pairs import (
     DRAFT,
@@ -137,7 +137,7 @@ def test_projections_and_the_head_are_quantised_and_nothing_else(tmp_path, tied,
     np.testing.assert_array_equal(head.values, quantized(original, 1).values)
     assert before.keys() == after.keys()
     for name, leaf in after.items():
-        if name.endswith(tuple(f"['{projection}']" for projection in PROJECTIONS)):
+        if name.endswith(tuple(f"['{projection}']" for projection in QUANTIZED)):
             assert leaf.shape == before[name].shape
             error = np.abs(dequantized(leaf) - np.asarray(before[name]))
             assert 0 < error.max() <= HALF_ULP * np.abs(before[name]).max()

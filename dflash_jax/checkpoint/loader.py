@@ -21,6 +21,7 @@ from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models.tables import (
     IGNORED_TENSORS,
+    PROJECTIONS,
     Parameter,
     build,
     checkpoint_shape,
@@ -29,7 +30,7 @@ from dflash_jax.models.tables import (
     output_axes,
     parameters_of,
 )
-from dflash_jax.models.transposed import PROJECTIONS, Transposed, inputs_first
+from dflash_jax.models.transposed import Transposed, inputs_first
 
 Params = dict[str, Any]  # nested dicts of arrays, as Flax modules take them
 Placement = Callable[[tuple[str, ...], tuple[int, ...]], jax.sharding.Sharding | None]

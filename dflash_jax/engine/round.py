@@ -143,7 +143,8 @@ def verify(
     models, caches = bind(params.unflatten(), spec), caches.through(tables)
     positions = block_positions(slots, tables, length)
     tokens = rows_of(slots.anchor, tables.rows)[:, None] if block is None else block[:, :length]
-    hidden, features, caches = extend(models[0], tokens, positions, caches, spec)
+    hidden, features, cache = models[0](tokens, positions, caches.target, spec.taps)
+    caches = caches.with_target(cache)
     if block is None:
         caches = caches.defer(tables.rows, positions, spec.replicate(features))
     else:
@@ -268,14 +269,6 @@ def block_positions(slots: Slots, tables: Tables, length: int) -> Int[Array, "B 
     takes_part = tables.rows < len(slots.length)
     positions = rows_of(slots.length, tables.rows)[:, None] + jnp.arange(length)
     return jnp.where(takes_part[:, None], positions, -1)
-
-
-def extend(
-    target: TargetModel, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], caches: Caches, spec: StepSpec
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T C"], Caches]:
-    """Run the target over tokens; returns its final hidden states, and the features that the drafter wants of them."""
-    hidden, features, cache = target(tokens, positions, caches.target, spec.taps)
-    return hidden, features, caches.with_target(cache)
 
 
 def write_context(

@@ -19,9 +19,9 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Float, Float8e4m3fn
 
 from dflash_jax.config import DraftConfig
-from dflash_jax.models.tables import Parameter, build, checkpoint_table, output_axes, parameters_of
+from dflash_jax.models.tables import PROJECTIONS, Parameter, build, checkpoint_table, output_axes, parameters_of
 
-PROJECTIONS = ("q_proj", "kv_proj", "o_proj", "gate_up_proj", "down_proj", "fc", "lm_head")  # of a drafter
+QUANTIZED = (*PROJECTIONS, "lm_head")
 LARGEST = float(jnp.finfo(jnp.float8_e4m3fn).max)  # 448
 SMALLEST = 1e-30  # a row's largest number counts as no less, so that a row of zeros has a scale too
 
@@ -79,7 +79,7 @@ def quantize_draft(
         array: Any = params
         for key in parameter.path:
             array = array[key]
-        return _quantized(array, parameter.axes, place) if parameter.path[-1] in PROJECTIONS else array
+        return _quantized(array, parameter.axes, place) if parameter.path[-1] in QUANTIZED else array
 
     found = build(parameters_of(checkpoint_table(config), config), quantized)
     if "lm_head" not in found:

