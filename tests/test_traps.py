@@ -205,7 +205,7 @@ def test_drafter_context_holds_features_and_nothing_of_the_block(plain):
         if block is None:
             return hidden, caches
         kept["full"], kept["sliding"] = map(np.asarray, (tables.full[0], tables.sliding[0]))
-        kept["keys"], kept["group_of"] = [np.asarray(k) for k in caches.draft.keys], caches.draft.group_of
+        kept["keys"], kept["places"] = [np.asarray(k) for k in caches.draft.keys], caches.draft.places
         return hidden, caches
 
     def spy_commit(*arguments, **static):
@@ -231,8 +231,8 @@ def test_drafter_context_holds_features_and_nothing_of_the_block(plain):
         return draft.write_context(features, positions, empty_cache(draft.config, length))
 
     expected = context(jnp.array([text[:length]]))
-    for keys, group, wanted in zip(kept["keys"], kept["group_of"], expected.keys, strict=True):
-        table = kept["sliding"] if group else kept["full"]
+    for (group, pool, first_page), wanted in zip(kept["places"], expected.keys, strict=True):
+        table, keys = kept["sliding"] if group else kept["full"], kept["keys"][pool][first_page:]
         for position in range(length):
             page, offset = table[position // PAGE], position % PAGE
             if page >= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +15,30 @@ from dflash_jax.config import LayerMask
 from pallas_kernels import Rotary, paged_attention, write_kv
 
 
+class Place(NamedTuple):
+    """Where a layer keeps its pages: the group whose page table names them, and their pool, from some page on."""
+
+    group: int
+    pool: int
+    first_page: int
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedKVCache:
-    """A `models.layers.KVCache` over pages, one pool of keys and one of values a layer.
+    """A `models.layers.KVCache` over pages, in pools that many layers share: the host hands over few arrays so.
 
     Layers that keep the same tokens form a group and share a page table. Pools are donated to every step and written in
     place; the tables come with each step.
 
     Attributes:
-        keys: pools [P, K, S, H]; P is that of the layer's group.
+        keys: pools [P, K, S, H], which hold the pages of one layer behind those of another.
         values: likewise.
         k_scale: of each layer and kv head, what a stored key is multiplied by to be the key; None is 1.
         v_scale: the same of values.
         tables: of each group, the page of every S positions of B sequences; a negative entry keeps nothing.
         valid_from: of each group, the first position of each sequence that is kept.
-        group_of: the group of each layer.
+        places: of each layer.
         mesh: kv heads are split over its axis `tp` where they divide; None on one device.
     """
 
@@ -39,7 +48,7 @@ class PagedKVCache:
     v_scale: Float[Array, "L K"] | None = None
     tables: tuple[Int[Array, "B M"], ...] = ()
     valid_from: tuple[Int[Array, " B"], ...] = ()
-    group_of: tuple[int, ...] = field(default=(), metadata={"static": True})
+    places: tuple[Place, ...] = field(default=(), metadata={"static": True})
     mesh: Mesh | None = field(default=None, metadata={"static": True})
 
     @jax.named_scope("write_kv")  # by these names a profile tells the cache's work from the layers'
@@ -54,15 +63,17 @@ class PagedKVCache:
 
         Negative positions, and those without a page, are not stored.
         """
-        table = self.tables[self.group_of[layer]]
-        page_size = self.keys[layer].shape[2]
-        page = jnp.take_along_axis(table, jnp.maximum(positions, 0) // page_size, axis=1, mode="fill", fill_value=-1)
-        slots = jnp.where((positions < 0) | (page < 0), -1, page * page_size + positions % page_size)
+        group, i, first_page = self.places[layer]
+        page_size = self.keys[i].shape[2]
+        entry = jnp.maximum(positions, 0) // page_size
+        page = jnp.take_along_axis(self.tables[group], entry, axis=1, mode="fill", fill_value=-1)
+        slot = (first_page + page) * page_size + positions % page_size
+        slots = jnp.where((positions < 0) | (page < 0), -1, slot)
         pool, token, head = PartitionSpec(None, "tp"), PartitionSpec(None, None, "tp"), PartitionSpec("tp")
         specs = (pool, pool, token, PartitionSpec(), PartitionSpec(), head, head)
         write = self._per_device(_write, specs, (token, pool, pool), layer)
         keys, values = list(self.keys), list(self.values)
-        q, keys[layer], values[layer] = write(keys[layer], values[layer], heads, slots, rotary, *self._scales(layer))
+        q, keys[i], values[i] = write(keys[i], values[i], heads, slots, rotary, *self._scales(layer))
         return q, replace(self, keys=keys, values=values)
 
     @jax.named_scope("paged_attention")
@@ -75,25 +86,28 @@ class PagedKVCache:
         mask: LayerMask,
     ) -> Float[Array, "B T N H"]:
         """Attention over the pages; rows of negative position give zeros. Padding stands behind the real rows."""
-        group = self.group_of[layer]
+        group, i, first_page = self.places[layer]
         q_length = (positions >= 0).sum(axis=1, dtype=jnp.int32)
         attention = partial(_attention, mask=mask)
         heads, pool, head = PartitionSpec(None, None, "tp"), PartitionSpec(None, "tp"), PartitionSpec("tp")
         specs = (heads, pool, pool, *[PartitionSpec()] * 4, head, head)
         attend = self._per_device(attention, specs, heads, layer)
-        tables = (self.tables[group], kv_length.astype(jnp.int32), q_length, self.valid_from[group])
-        return attend(q, self.keys[layer], self.values[layer], *tables, *self._scales(layer))
+        tables = (first_page + self.tables[group], kv_length.astype(jnp.int32), q_length, self.valid_from[group])
+        return attend(q, self.keys[i], self.values[i], *tables, *self._scales(layer))
 
     def _scales(self, layer: int) -> list[Float[Array, " K"]]:
         """Of keys and of values."""
-        heads = self.keys[layer].shape[1]
+        heads = self._kv_heads(layer)
         return [jnp.ones(heads) if scale is None else scale[layer] for scale in (self.k_scale, self.v_scale)]
+
+    def _kv_heads(self, layer: int) -> int:
+        return self.keys[self.places[layer].pool].shape[1]
 
     def _per_device(self, function, in_specs, out_specs, layer):
         """The function on each device's own kv heads; whole on every device where they do not divide."""
         if self.mesh is None:
             return function
-        if self.keys[layer].shape[1] % self.mesh.size:
+        if self._kv_heads(layer) % self.mesh.size:
             in_specs, out_specs = jax.tree.map(lambda _: PartitionSpec(), (in_specs, out_specs))
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.cache.paged import PagedKVCache
+from dflash_jax.cache.paged import PagedKVCache, Place
 from dflash_jax.checkpoint.loader import KVScales
 from dflash_jax.config import DecoderConfig, DraftConfig, EngineConfig, TargetConfig
 from dflash_jax.engine.scheduler import Layout
@@ -229,6 +230,35 @@ def explain_out_of_memory() -> Iterator[None]:
         ) from error
 
 
+def place_layers(
+    groups: Sequence[int], layout: Layout, page_bytes: int, dtype: jnp.dtype
+) -> tuple[tuple[Place, ...], list[int]]:
+    """Where layers of these groups keep their pages, and how many pages each pool has.
+
+    A group has one pool, or two where 8-bit numbers would fill from 2 to 4 GiB on a device, which Triton kernels cannot
+    address.
+
+    Args:
+        groups: of each layer.
+        layout: how many pages a layer has.
+        page_bytes: of keys in a page, on one device.
+        dtype: of the pools.
+    """
+    of_group = {FULL: layout.full_pages, SLIDING: layout.sliding_pages}
+    places: list[Place | None] = [None] * len(groups)
+    sizes: list[int] = []
+    for group, pages in of_group.items():
+        layers = [i for i, own in enumerate(groups) if own == group]
+        is_unaddressable = dtype.itemsize == 1 and 2 << 30 < len(layers) * pages * page_bytes <= 4 << 30
+        half = -(-len(layers) // 2)
+        for part in [layers[:half], layers[half:]] if is_unaddressable else [layers]:
+            for i, layer in enumerate(part):
+                places[layer] = Place(group, len(sizes), i * pages)
+            if part:
+                sizes.append(len(part) * pages)
+    return tuple(place for place in places if place is not None), sizes
+
+
 def make_caches(
     target: TargetConfig,
     draft: DraftConfig | None,
@@ -237,7 +267,7 @@ def make_caches(
     mesh: Mesh,
     kv_scales: tuple[KVScales | None, KVScales | None] = (None, None),
 ) -> Caches:
-    """Empty pools for every layer, and no features.
+    """Empty pools for all layers, and no features.
 
     Args:
         target: the target.
@@ -251,29 +281,30 @@ def make_caches(
         ConfigError: the pools do not fit in the memory.
     """
 
-    def cache(model: DecoderConfig, groups: tuple[int, ...], dtype: jnp.dtype, scales: KVScales | None) -> PagedKVCache:
-        pages = {FULL: layout.full_pages, SLIDING: layout.sliding_pages}
-        shapes = [(pages[g], model.num_key_value_heads, layout.page_size, model.head_dim) for g in groups]
+    def cache(model: DecoderConfig, groups: list[int], dtype: jnp.dtype, scales: KVScales | None) -> PagedKVCache:
+        page = (model.num_key_value_heads, layout.page_size, model.head_dim)
+        devices = mesh.mesh.size if page[0] % mesh.mesh.size == 0 else 1
+        places, pages = place_layers(groups, layout, math.prod(page) * dtype.itemsize // devices, dtype)
 
         def pools() -> list[jax.Array]:
-            placed = [mesh.place(("P", "K", "S", "H"), shape) for shape in shapes]
-            return [jnp.zeros(s, dtype, device=p) for s, p in zip(shapes, placed, strict=True)]
+            shapes = [(number, *page) for number in pages]
+            return [jnp.zeros(shape, dtype, device=mesh.place(("P", "K", "S", "H"), shape)) for shape in shapes]
 
         of_heads = {}
         if scales is not None and dtype in FP8:
             place = mesh.place(("L", "K"), scales.k.shape)
             of_heads = {"k_scale": jax.device_put(scales.k, place), "v_scale": jax.device_put(scales.v, place)}
         split = mesh.mesh if mesh.mesh.size > 1 else None
-        return PagedKVCache(pools(), pools(), **of_heads, group_of=groups, mesh=split)
+        return PagedKVCache(pools(), pools(), **of_heads, places=places, mesh=split)
 
     deferred = (config.max_num_seqs, DEFERRED, feature_size(target, draft))
     with explain_out_of_memory():
         caches = Caches(
-            target=cache(target, (FULL,) * target.num_hidden_layers, config.kv_cache_dtype, kv_scales[0]),
+            target=cache(target, [FULL] * target.num_hidden_layers, config.kv_cache_dtype, kv_scales[0]),
             draft=PagedKVCache([], []),
             features=jnp.zeros(deferred, config.dtype, device=mesh.place(("Q", "R", "C"), deferred)),
         )
         if draft is not None:
-            groups = tuple(group_of(layer.window) for layer in draft.layers)
+            groups = [group_of(layer.window) for layer in draft.layers]
             caches = replace(caches, draft=cache(draft, groups, config.draft_kv_cache_dtype, kv_scales[1]))
         return jax.block_until_ready(caches)
