@@ -4,9 +4,10 @@ Kernels are jitted by themselves, so that a model of many layers traces and lowe
 """
 
 from pallas_kernels.add_norm import add_norm
+from pallas_kernels.all_reduce import Peers, all_reduce, all_reduce_add_norm
 from pallas_kernels.masks import visible
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rotary import Rotary
 from pallas_kernels.write_kv import write_kv
 
-__all__ = ["Rotary", "add_norm", "paged_attention", "visible", "write_kv"]
+__all__ = ["Peers", "Rotary", "add_norm", "all_reduce", "all_reduce_add_norm", "paged_attention", "visible", "write_kv"]

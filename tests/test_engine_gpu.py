@@ -9,7 +9,7 @@ import pytest
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.cache import paged
 from dflash_jax.engine import round as steps
-from dflash_jax.models import layers
+from dflash_jax.models import parallel
 from tests.pairs import DRAFT, TARGET, prompt, write_model
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ def hidden_states(folders, kv_cache_dtype, monkeypatch, implementation):
     found = []
     with monkeypatch.context() as patch:
         if implementation is not None:
-            for module, name in ((paged, "paged_attention"), (paged, "write_kv"), (layers, "add_norm")):
+            for module, name in ((paged, "paged_attention"), (paged, "write_kv"), (parallel, "add_norm")):
                 patch.setattr(module, name, partial(getattr(module, name), implementation=implementation))
         for name in ("verify", "prefill"):
             original = getattr(steps, name)

@@ -11,24 +11,26 @@ DEVICES = 4
 WINDOW = 7
 pytestmark = pytest.mark.skipif(jax.device_count() < DEVICES, reason="needs 4 devices")
 
-# kv heads, query heads, mlp width, vocabulary
+# kv heads, query heads, mlp width, vocabulary, width
 SHAPES = {
-    "all divide": (4, 8, 64, 64),
-    "two kv heads a device, mlp whole": (8, 8, 50, 64),
-    "one kv head": (1, 4, 64, 61),
-    "nothing divides": (6, 6, 50, 61),
+    "all divide": (4, 8, 64, 64, 32),
+    "two kv heads a device, mlp whole": (8, 8, 50, 64, 32),
+    "one kv head": (1, 4, 64, 61, 32),
+    "nothing divides": (6, 6, 50, 61, 32),
+    "rows that a GPU's kernel can sum": (4, 8, 64, 64, 128),
 }  # two kv heads: test_golden.py
 PROMPTS = [prompt(*(7 * i % 59 for i in range(length))) for length in (16, 3)]
 PARAMS = [SamplingParams(temperature=t, seed=3, max_tokens=20, ignore_eos=True) for t in (0.0, 1.0)]
 
 
-def raw_configs(kv_heads, heads, mlp, vocab_size):
+def raw_configs(kv_heads, heads, mlp, vocab_size, width):
     """A target of one layer and a drafter of a sliding one; test_golden.py has deeper ones."""
     sizes = {
         "num_key_value_heads": kv_heads,
         "num_attention_heads": heads,
         "intermediate_size": mlp,
         "vocab_size": vocab_size,
+        "hidden_size": width,
         "num_hidden_layers": 1,
         "head_dim": 8,
     }
@@ -52,7 +54,7 @@ def is_split(array):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_four_devices_say_what_one_says(tmp_path, shape):
-    kv_heads, _, mlp, vocab_size = shape
+    kv_heads, _, mlp, vocab_size, _ = shape
     one, four = engines(tmp_path, shape)
     outputs = [llm.generate(PROMPTS, PARAMS) for llm in (one, four)]
     assert tokens_of(outputs[1]) == tokens_of(outputs[0])

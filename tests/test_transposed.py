@@ -8,7 +8,7 @@ import pytest
 from dflash_jax import LLM
 from dflash_jax.checkpoint.loader import load_params
 from dflash_jax.config import draft_config, target_config
-from dflash_jax.models.layers import project
+from dflash_jax.models.linear import project
 from dflash_jax.models.tables import PROJECTIONS
 from dflash_jax.models.transposed import Transposed, inputs_first
 from tests.pairs import DRAFT, TARGET, write_model

@@ -15,7 +15,7 @@ import pytest
 from dflash_jax import frontend
 from dflash_jax.config import LayerMask
 from dflash_jax.engine import round as steps
-from dflash_jax.engine.state import DEFERRED
+from dflash_jax.engine.state import DEFERRED, Slots
 from dflash_jax.models.dflash import DraftModel
 from dflash_jax.models.layers import DecoderLayer, rms_norm
 from tests.pairs import empty_cache, golden_cases, golden_llm, greedy, prompt, tokens_of
@@ -81,12 +81,17 @@ def block_kv_left_in_the_cache(monkeypatch):
     patch_context(monkeypatch, skip_rounds)
 
 
+def moved(slots, by):
+    """Slots that believe in another length."""
+    return Slots(slots.packed.at[:, 1].add(by))
+
+
 def length_counts_unverified_tokens(monkeypatch):
-    patch_draft(monkeypatch, lambda slots: replace(slots, length=slots.length + BLOCK - 1))
+    patch_draft(monkeypatch, lambda slots: moved(slots, BLOCK - 1))
 
 
 def context_and_block_share_positions(monkeypatch):
-    patch_draft(monkeypatch, lambda slots: replace(slots, length=slots.length - 1))
+    patch_draft(monkeypatch, lambda slots: moved(slots, -1))
 
 
 def crop_at_the_wrong_end(monkeypatch):
@@ -136,7 +141,7 @@ def rows_predict_the_next_token(monkeypatch):
 
 
 def anchor_slot_holds_the_mask(monkeypatch):
-    patch_draft(monkeypatch, lambda slots: replace(slots, anchor=jnp.full_like(slots.anchor, MASK_TOKEN)))
+    patch_draft(monkeypatch, lambda slots: Slots(slots.packed.at[:, 0].set(MASK_TOKEN)))
 
 
 def context_goes_through_the_input_norm(monkeypatch):

@@ -4,64 +4,85 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
+from dflash_jax.checkpoint.loader import Params
 from dflash_jax.core import CompletionOutput, SamplingParams
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.in_flight import InFlight, ScoreInFlight
-from dflash_jax.engine.inputs import slots_of
+from dflash_jax.engine.round import commit
 from dflash_jax.engine.scheduler import Running
 from dflash_jax.engine.sequence import Sequence
-from dflash_jax.engine.state import Emitted, Slots, StepSpec, rows_of
+from dflash_jax.engine.state import Controls, Emitted, Slots, StepSpec, rows_of
 from dflash_jax.errors import DFlashError
 
 
-@partial(jax.jit, static_argnames=("count", "spec"), donate_argnames="slots")
-def keep_exactly(
-    slots: Slots, rows: Int[Array, " B"], emitted: Emitted, *, count: int, spec: StepSpec
-) -> tuple[Slots, Emitted]:
-    """Slots and emission of a round as if it had confirmed `count` - 1 drafts, whatever it did confirm.
+@partial(jax.jit, static_argnames=("count", "spec", "mode", "with_logprobs"), donate_argnames=("slots", "controls"))
+def commit_exactly(
+    params: Params,
+    slots: Slots,
+    controls: Controls | None,
+    rows: Int[Array, " B"],
+    hidden: Float[Array, "B T D"],
+    block: Int[Array, "B G"] | None,
+    *given: Any,
+    count: int,
+    spec: StepSpec,
+    **static: Any,
+) -> tuple[Slots, Controls | None, Emitted]:
+    """The step `commit`, and if it has drafts, what it would give had it confirmed `count` - 1 of each sequence's.
 
     The tokens are those that the target sampled, the next anchor among them: a round's work stays what it is.
 
     Args:
-        slots: of all sequences, after the round; donated.
+        params: as of `commit`, like all that is not named here.
+        slots: of all sequences; donated.
+        controls: donated.
         rows: slots of the B sequences of the round.
-        emitted: by the round.
+        hidden: what the target made of the block.
+        block: the drafts.
+        given: the other arguments.
         count: static; tokens that every sequence shall emit.
         spec: static.
+        static: the other static ones.
     """
+    slots, controls, emitted = commit(params, slots, controls, rows, hidden, block, *given, spec=spec, **static)
+    if block is not None:
+        slots, emitted = spec.replicate(keep_exactly(slots, rows, emitted, count=count))
+    return slots, controls, emitted
+
+
+@jax.named_scope("keep_exactly")
+def keep_exactly(slots: Slots, rows: Int[Array, " B"], emitted: Emitted, *, count: int) -> tuple[Slots, Emitted]:
+    """Slots and emission of a round as if it had confirmed `count` - 1 drafts, whatever it did confirm."""
     own, change = rows_of(slots, rows), count - emitted.count
     last = emitted.tokens[:, count - 1]
-    slots = slots.put(rows, Slots(anchor=last, length=own.length + change, emitted=own.emitted + change))
+    slots = slots.put(rows, Slots.of(anchor=last, length=own.length + change, emitted=own.emitted + change))
     count_of_row = jnp.where(emitted.count < 0, emitted.count, count)  # -1 where the logits were no numbers
-    return spec.replicate((slots, replace(emitted, count=count_of_row)))
+    return slots, Emitted.of(emitted.tokens, count_of_row, emitted.logprobs)
 
 
 class RoundEngine(Engine):
     """An engine for measurements, which no server and no `LLM` makes.
 
-    Its steps are the usual ones, drafts are drafted and verified; behind each round one small program more corrects
-    how many of them it has kept. Rounds begin when the prompts of all sequences are in the cache.
+    Its steps are the usual ones, drafts are drafted and verified; but the last of a round corrects how many of them it
+    has kept. Rounds begin when the prompts of all sequences are in the cache.
     """
 
     num_accepted_tokens: int | None = None  # drafts that each round keeps; None keeps what agrees
 
-    def _push(self, step: InFlight | ScoreInFlight) -> None:
-        if isinstance(step, InFlight) and step.length > 1 and self.num_accepted_tokens is not None:
-            rows = slots_of(step.running, step.batch, padding=self.config.max_num_seqs)
-            count = self.num_accepted_tokens + 1
-            self._slots, emitted = keep_exactly(self._slots, rows, step.emitted, count=count, spec=self.spec)
-            step = replace(step, emitted=emitted)
-        super()._push(step)
+    def _commit_step(self) -> Callable[..., tuple[Slots, Controls | None, Emitted]]:
+        if self.num_accepted_tokens is None:
+            return super()._commit_step()
+        return partial(commit_exactly, count=self.num_accepted_tokens + 1)
 
     def _reserve_rounds(self) -> tuple[list[Running], list[Sequence]]:
         if all(running.is_prefilled for running in self.scheduler.running):

@@ -29,7 +29,7 @@ PARTS = (
     ("draft_context", re.compile(r"write_context")),
     ("draft", re.compile(r"jit_draft|jit\(draft\)|DraftModel")),
     ("sampling", re.compile(r"jit_commit|jit\(commit\)")),
-    ("verify_other", re.compile(r"add_norm")),
+    ("verify_other", re.compile(r"add_norm(?!.*dot)")),  # products stand in its scope
     (
         "verify_attention",  # projections are written in self_attn, the attention itself beside it
         re.compile(r"paged_attention|write_kv|BKGTs|layers_\d+/(?!mlp|self_attn)\S*(pallas|mosaic)", re.IGNORECASE),

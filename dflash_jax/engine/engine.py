@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 import jax
@@ -60,10 +60,9 @@ class Engine:
         self.mesh, self.config = mesh, config
         self.spec = StepSpec(target.config, draft_config, config.num_speculative_tokens + 1, mesh.mesh)
         self.params = (target.params, draft.params if draft else {})
-        # What steps need that run no layer of the target: each array handed to a step costs the host time.
-        outside = {name: value for name, value in target.params.items() if not name.startswith("layers_")}
-        self._shared = (outside, self.params[1])
-        self._flat_params = steps.FlatParams.of(self.params)
+        peers = mesh.peers(config.dtype.itemsize * max(m.config.hidden_size for m in (target, draft) if m))
+        self._beside = {} if peers is None else {"peers": peers}
+        self._hand_over()
         self.layout = plan_layout(target.config, draft_config, config)
         log_capacity(target.config, draft_config, self.layout, config)
         self.shapes = Shapes.of(
@@ -99,13 +98,21 @@ class Engine:
         slots, vocab_size = self.config.max_num_seqs, self.spec.target.vocab_size
         scales = (self.target.kv_scales, self.draft.kv_scales if self.draft else None)
         self._caches = make_caches(self.spec.target, self.spec.draft, self.layout, self.config, self.mesh, scales)
-        self._slots: Slots = self.mesh.replicate(Slots(*(jnp.zeros(slots, jnp.int32) for _ in range(3))))
+        self._slots: Slots = self.mesh.replicate(Slots(jnp.zeros((slots, 3), jnp.int32)))
         self._controls: Controls = self.mesh.replicate(empty_controls(slots, vocab_size))
         self._sampler_rows = SamplerRows(slots, vocab_size)
         self._sampler: Sampler | None = None
         self._in_flight: deque[InFlight | ScoreInFlight] = deque()
         self._follows_prefill = True
         self._clock = RoundClock()
+
+    def _hand_over(self) -> None:
+        """The parameters in the form that steps take them in."""
+        target, draft = self.params
+        self._flat_params = steps.FlatParams.of(({**target, **self._beside}, draft))
+        # What steps need that run no layer of the target: each array handed to a step costs the host time.
+        outside = {name: value for name, value in target.items() if not name.startswith("layers_")}
+        self._shared = ({**outside, **self._beside}, draft)
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue sequences, all or none.
@@ -152,8 +159,7 @@ class Engine:
         if self.spec.draft is not None and self.config.draft_quantization is not None:
             params = quantize_draft(params, self.spec.draft, self.params[0], self.mesh.place)
         self.params = (self.params[0], params)
-        self._shared = (self._shared[0], params)
-        self._flat_params = steps.FlatParams.of(self.params)
+        self._hand_over()
         self.scheduler.flush_cache()
 
     @property
@@ -282,7 +288,8 @@ class Engine:
         """Draft, verify and commit; returns the sequences that changed on the way."""
         rows, compiled = self.shapes.batch(len(rounds)), compile_counter().count
         length = self._round_length(rounds, rows)
-        tables = tables_of(self.scheduler, rounds, rows, self._table_width(rounds))
+        # To the devices once, not with each step
+        tables = self.mesh.replicate(tables_of(self.scheduler, rounds, rows, self._table_width(rounds)))
         block = None
         if self.spec.block > 1:
             self._defer_or_catch_up(rounds, tables, is_drafted=length > 1)
@@ -334,22 +341,17 @@ class Engine:
         if mode == "constrained":
             allowed = self._masks(running, rows, hidden.shape[1], block)
         uses = mode in CONTROLLED_MODES
-        self._slots, controls, emitted = steps.commit(
-            self._shared[0],
-            self._slots,
-            self._controls if uses else None,
-            slots,
-            hidden,
-            block,
-            self._device_sampler(),
-            allowed,
-            spec=self.spec,
-            mode=mode,
-            with_logprobs=with_logprobs,
-        )
+        state = (self._slots, self._controls if uses else None)
+        given = (slots, hidden, block, self._device_sampler(), allowed)
+        static = {"spec": self.spec, "mode": mode, "with_logprobs": with_logprobs}
+        self._slots, controls, emitted = self._commit_step()(self._shared[0], *state, *given, **static)
         if controls is not None:
             self._controls = controls
         return emitted
+
+    def _commit_step(self) -> Callable[..., tuple[Slots, Controls | None, Emitted]]:
+        """The last step of a round; benchmarks have one of their own."""
+        return steps.commit
 
     def _masks(self, running: Seq[Running | None], rows: int, length: int, block: jax.Array | None) -> np.ndarray:
         """Bits of the tokens that each row may emit [B, T, X]."""
@@ -382,7 +384,7 @@ class Engine:
             if isinstance(step, ScoreInFlight):
                 take_prompt_logprobs(step.running.sequence, jax.device_get(step.scored), step.start)
                 continue
-            was_ready = step.emitted.tokens.is_ready()  # type: ignore[attr-defined]  # jax.Array has it
+            was_ready = step.emitted.packed.is_ready()  # type: ignore[attr-defined]  # jax.Array has it
             emitted = jax.device_get(step.emitted)
             self._learn(step, emitted, was_ready=was_ready)
             counts = emitted.count.tolist()

@@ -38,6 +38,7 @@ from dflash_jax.engine.state import (
 )
 from dflash_jax.models.dflash import DraftModel
 from dflash_jax.models.layers import KVCache
+from dflash_jax.models.parallel import Devices
 from dflash_jax.models.target import TargetModel
 
 # Without this XLA multiplies by several weights at once where they share an operand (a drafter's context, of all its
@@ -194,18 +195,17 @@ def commit(
     if controls is not None:
         processed = process(logits, drafts, own.emitted, own_sampler, rows_of(controls, rows), allowed)
     positions = own.length[:, None] + 1 + jnp.arange(length)
-    tokens = sample(processed, positions, own_sampler, mode)
+    tokens, scores = sample(processed, positions, own_sampler, mode, target.devices)
     count = accepted(tokens, drafts) + 1
 
     taken = jnp.arange(length) < count[:, None]
-    # argmax finds a NaN before any number, so a row without NaN at its token has none at all
-    broken = (jnp.isnan(jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]) & taken).any(axis=1)
+    broken = (jnp.isnan(scores) & taken).any(axis=1)
     last = jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)[:, 0]
-    slots = slots.put(rows, Slots(anchor=last, length=own.length + count, emitted=own.emitted + count))
+    slots = slots.put(rows, Slots.of(anchor=last, length=own.length + count, emitted=own.emitted + count))
     if controls is not None:
         controls = count_emitted(controls, rows, tokens, taken)
     logprobs = logprobs_of(logits, tokens) if with_logprobs else None
-    return spec.replicate((slots, controls, Emitted(tokens, jnp.where(broken, -1, count), logprobs)))
+    return spec.replicate((slots, controls, Emitted.of(tokens, jnp.where(broken, -1, count), logprobs)))
 
 
 @partial(jax.jit, static_argnames="spec", donate_argnames=("slots", "caches"), compiler_options=COMPILER_OPTIONS)
@@ -225,7 +225,7 @@ def prefill(
     last, features, before, cache = models[0].prefill(chunk.tokens, chunk.positions, caches.target, spec.taps)
     caches = write_context(models[1], features, chunk.positions, caches.with_target(cache))
     is_new = chunk.anchor < 0
-    ready = Slots(anchor=chunk.anchor, length=chunk.length - is_new, emitted=chunk.emitted)
+    ready = Slots.of(anchor=chunk.anchor, length=chunk.length - is_new, emitted=chunk.emitted)
     slots, last, before = spec.replicate((slots.put(chunk.tables.rows, ready), last, before))
     return slots, caches.pools(), last, before
 
@@ -255,18 +255,22 @@ def score(
 
 def bind(params: tuple[Params, Params], spec: StepSpec) -> tuple[TargetModel, DraftModel | None]:
     """The models of a step with their parameters."""
-    target = bind_target(params[0], spec)
-    return target, None if spec.draft is None else DraftModel(spec.draft, spec.mesh).bind({"params": params[1]})
+    devices = Devices(spec.mesh, params[0].get("peers"))
+    draft = None if spec.draft is None else DraftModel(spec.draft, devices).bind({"params": params[1]})
+    return bind_target(params[0], spec), draft
 
 
 def bind_target(params: Params, spec: StepSpec) -> TargetModel:
-    """The target with all of its parameters, or with those outside its layers for its embedding and head alone."""
-    return TargetModel(spec.target, spec.mesh).bind({"params": params})
+    """The target with all of its parameters, or with those outside its layers for its embedding and head alone.
+
+    Beside the parameters may stand `peers`, the mailboxes of devices that share the models.
+    """
+    return TargetModel(spec.target, Devices(spec.mesh, params.get("peers"))).bind({"params": params})
 
 
 def block_positions(slots: Slots, tables: Tables, length: int) -> Int[Array, "B T"]:
     """Positions of the next `length` tokens of each sequence, -1 in rows of padding."""
-    takes_part = tables.rows < len(slots.length)
+    takes_part = tables.rows < len(slots.packed)
     positions = rows_of(slots.length, tables.rows)[:, None] + jnp.arange(length)
     return jnp.where(takes_part[:, None], positions, -1)
 

@@ -13,29 +13,34 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.core import MOST_LOGPROBS
 from dflash_jax.engine.state import Logprobs, Sampler, SamplingMode
+from dflash_jax.models.parallel import Devices, likeliest
 
 
 def sample(
-    logits: Float[Array, "B T V"], positions: Int[Array, "B T"], sampler: Sampler, mode: SamplingMode
-) -> Int[Array, "B T"]:
-    """Choose a token for each row.
+    logits: Float[Array, "B T V"],
+    positions: Int[Array, "B T"],
+    sampler: Sampler,
+    mode: SamplingMode,
+    devices: Devices | None = None,
+) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """Choose a token for each row, and say by what score it won: NaN if there was one among the row's logits.
 
     Args:
         logits: the target's, after penalties and masks, float32.
         positions: of the tokens to be chosen (one beyond the rows' own).
         sampler: parameters of the B sequences.
         mode: greedy ignores temperatures, random ignores top-k and top-p.
+        devices: that share the vocabulary.
     """
-    greedy = logits.argmax(axis=-1).astype(jnp.int32)
     if mode == "greedy":
-        return greedy
+        return likeliest(logits, devices)
     is_greedy = (sampler.temperature == 0)[:, None]
     scaled = logits / jnp.where(is_greedy, 1.0, sampler.temperature[:, None])[..., None]
     scaled = keep_min_p(scaled, sampler.min_p)
     if mode != "random":
         scaled = keep_top_k_top_p(scaled, sampler.top_k, sampler.top_p)
-    drawn = (scaled + gumbel(sampler.key, positions, logits.shape[-1])).argmax(axis=-1).astype(jnp.int32)
-    return jnp.where(is_greedy, greedy, drawn)
+    noised = scaled + gumbel(sampler.key, positions, logits.shape[-1])
+    return likeliest(jnp.where(is_greedy[..., None], logits, noised), devices)
 
 
 def gumbel(key: Array, positions: Int[Array, "B T"], size: int) -> Float[Array, "B T V"]:

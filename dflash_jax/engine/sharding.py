@@ -9,6 +9,8 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dflash_jax.errors import ConfigError
+from pallas_kernels import Peers
+from pallas_kernels.all_reduce import reach_each_other
 
 SPLIT = ("N", "K", "E", "F", "V")  # query heads, kv heads, parts of the mlp width, all of it, vocabulary
 Tree = TypeVar("Tree")
@@ -53,6 +55,11 @@ class Mesh:
                 spec[i] = "tp"
                 break
         return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def peers(self, row_bytes: int) -> Peers | None:
+        """Mailboxes for rows of so many bytes, where several devices can reach each other's memory."""
+        devices = list(self.mesh.devices.flat)
+        return Peers.of(self.mesh, row_bytes) if len(devices) > 1 and reach_each_other(devices) else None
 
     def replicate(self, tree: Tree) -> Tree:
         """Put a tree of arrays whole on every device."""

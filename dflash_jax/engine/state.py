@@ -98,19 +98,34 @@ class Controls:
 class Slots:
     """State of Q slots that only the device knows in time; donated from step to step.
 
-    Attributes:
-        anchor: last emitted token, not yet processed by the target.
-        length: n, tokens processed by the target; the anchor's position.
-        emitted: tokens emitted so far.
+    It is one array, since the host pays for each array that a step gives back, on each device.
     """
 
-    anchor: Int[Array, " Q"]
-    length: Int[Array, " Q"]
-    emitted: Int[Array, " Q"]
+    packed: Int[Array, "Q 3"]
+
+    @staticmethod
+    def of(*, anchor: Int[Array, " Q"], length: Int[Array, " Q"], emitted: Int[Array, " Q"]) -> Slots:
+        """From its parts."""
+        return Slots(jnp.stack([anchor, length, emitted], axis=-1))
+
+    @property
+    def anchor(self) -> Int[Array, " Q"]:
+        """Last emitted token, not yet processed by the target."""
+        return self.packed[:, 0]
+
+    @property
+    def length(self) -> Int[Array, " Q"]:
+        """n, tokens processed by the target; the anchor's position."""
+        return self.packed[:, 1]
+
+    @property
+    def emitted(self) -> Int[Array, " Q"]:
+        """Tokens emitted so far."""
+        return self.packed[:, 2]
 
     def put(self, rows: Int[Array, " B"], own: Slots) -> Slots:
         """With the state of some slots replaced; rows beyond the last slot are dropped."""
-        return jax.tree.map(lambda whole, part: whole.at[rows].set(part, mode="drop"), self, own)
+        return Slots(self.packed.at[rows].set(own.packed, mode="drop"))
 
 
 @jax.tree_util.register_dataclass
@@ -234,14 +249,30 @@ def pools_of(cache: KVCache) -> PagedKVCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Emitted:
-    """Tokens of one step: of row b, the first `count[b]` of T were emitted; -1 where the logits were no numbers.
+    """Tokens of one step.
 
-    The log-probabilities belong to the same rows and are None unless asked for.
+    Attributes:
+        packed: the tokens of each row, and how many of them were emitted.
+        logprobs: of the same rows; None unless asked for.
     """
 
-    tokens: Int[Array, "B T"]
-    count: Int[Array, " B"]
+    packed: Int[Array, "B T+1"]
     logprobs: Logprobs | None
+
+    @staticmethod
+    def of(tokens: Int[Array, "B T"], count: Int[Array, " B"], logprobs: Logprobs | None) -> Emitted:
+        """From its parts."""
+        return Emitted(jnp.concatenate([tokens, count[:, None]], axis=1), logprobs)
+
+    @property
+    def tokens(self) -> Int[Array, "B T"]:
+        """Of row b, the first `count[b]` were emitted."""
+        return self.packed[:, :-1]
+
+    @property
+    def count(self) -> Int[Array, " B"]:
+        """From 1 to T; -1 where the logits were no numbers."""
+        return self.packed[:, -1]
 
 
 @jax.tree_util.register_dataclass

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import flax.linen as nn
-import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DraftConfig
-from dflash_jax.models.layers import DecoderLayer, KVCache, project, rms_norm, rope_tables, run_layers
+from dflash_jax.models.layers import DecoderLayer, KVCache, rms_norm, rope_tables, run_layers
+from dflash_jax.models.linear import project
+from dflash_jax.models.parallel import Devices, likeliest
 from dflash_jax.models.tables import declare, outer_table
 from dflash_jax.models.target import logits_of
 
@@ -23,15 +23,15 @@ class DraftModel(nn.Module):
 
     The cache of a drafter holds context keys and values at positions 0..n-1. A block writes its own keys and
     values from position n on; they are garbage once the block is verified, and never seen again: the next
-    context overwrites the accepted positions, the next block the rest. `mesh` is that of the layers.
+    context overwrites the accepted positions, the next block the rest. `devices` are those of the layers.
     """
 
     config: DraftConfig
-    mesh: Mesh | None = None
+    devices: Devices | None = None
 
     def setup(self) -> None:
         self.weights = declare(self, outer_table(self.config), self.config)
-        self.layers = [DecoderLayer(self.config, i, self.mesh) for i in range(self.config.num_hidden_layers)]
+        self.layers = [DecoderLayer(self.config, i, self.devices) for i in range(self.config.num_hidden_layers)]
 
     def write_context(self, features: Float[Array, "B T C"], positions: Int[Array, "B T"], cache: KVCache) -> KVCache:
         """Turn tapped hidden states of processed tokens into context keys and values of every layer.
@@ -64,5 +64,5 @@ class DraftModel(nn.Module):
         """The likeliest token of each row, in the target's vocabulary."""
         own_head: Any = self.get_variable("params", "lm_head")  # undeclared where it is an fp8 copy of the target's
         logits = logits_of(hidden, target_head if own_head is None else own_head)
-        drafted = logits.argmax(axis=-1).astype(jnp.int32)
+        drafted, _ = likeliest(logits, self.devices)
         return drafted + self.weights["d2t"][drafted] if "d2t" in self.weights else drafted

@@ -7,23 +7,19 @@ writes to and attends over a `KVCache` that it is handed and hands back.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig, LayerMask, RopeConfig
-from dflash_jax.models.quantized import Quantized
+from dflash_jax.models.linear import project
+from dflash_jax.models.parallel import Devices, project_add_norm
 from dflash_jax.models.tables import attention_table, declare, mlp_table, norms_table
-from dflash_jax.models.transposed import Transposed
-from pallas_kernels import add_norm
 from pallas_kernels.rotary import Rotary, rms_norm
 
 
@@ -61,26 +57,6 @@ class KVCache(Protocol):
 
 
 Rope = tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]
-
-
-def project(
-    x: Float[Array, "B T *I"], weight: Array | Quantized | Transposed, bias: Array | None = None
-) -> Float[Array, "B T *O"]:
-    """X @ weight.T for a weight [*O, *I], giving x's dtype; float32 stays float32 on every device (no TF32).
-
-    The product is of two matrices: given more dimensions, XLA transposes the weight in memory first, on CPUs.
-    """
-    inner = x.shape[2:]
-    outer = weight.shape[: -len(inner)]
-    rows = x.reshape(-1, math.prod(inner))
-    if isinstance(weight, Quantized | Transposed):
-        out = weight.product(rows).astype(x.dtype)
-    else:
-        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        matrix = weight.reshape(-1, rows.shape[1])
-        out = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), precision=precision)
-    out = out.reshape(*x.shape[:2], *outer)
-    return out if bias is None else out + bias
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
@@ -155,37 +131,30 @@ class Attention(nn.Module):
         """What `heads` still lack before they are attended with."""
         return Rotary(*rope, self.weights.get("q_norm"), self.weights.get("k_norm"), self.config.rms_norm_eps)
 
-    def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """The output projection."""
-        return project(heads, self.weights["o_proj"], self.weights.get("o_proj_bias"))
-
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU, up to its last projection."""
 
     config: DecoderConfig
 
     def setup(self) -> None:
         self.weights = declare(self, mlp_table(self.config), self.config)
 
-    def _linear(self, name: str, x: Array) -> Array:
-        return project(x, self.weights[name], self.weights.get(f"{name}_bias"))
-
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate_up = self._linear("gate_up_proj", x)  # [B, T, E, 2, I]
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        gate_up = project(x, self.weights["gate_up_proj"], self.weights.get("gate_up_proj_bias"))  # [B, T, E, 2, I]
         hidden = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
-        return self._linear("down_proj", hidden.reshape(*x.shape[:-1], -1))
+        return hidden.reshape(*x.shape[:-1], -1)
 
 
 class DecoderLayer(nn.Module):
     """One pre-norm decoder layer; layer `index` of its cache and of its configuration's masks.
 
-    On a mesh it runs kernels, which serve and know no gradients; without one, what can be trained.
+    `devices` are as for `project_add_norm`.
     """
 
     config: DecoderConfig
     index: int
-    mesh: Mesh | None = None
+    devices: Devices | None = None
 
     def setup(self) -> None:
         self.norms = declare(self, norms_table(), self.config)
@@ -235,21 +204,16 @@ class DecoderLayer(nn.Module):
         cache: KVCache,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         """The second half, of as many of the tokens as there are queries; arguments and results are the layer's."""
-        y = self.self_attn.output(cache.attend(self.index, q, positions, kv_length, self.config.layers[self.index]))
-        x, h = self._add_norm(x, y, self.norms["post_attention_layernorm"])
-        return self._add_norm(x, self.mlp(h), next_norm)
+        heads = cache.attend(self.index, q, positions, kv_length, self.config.layers[self.index])
+        x, h = self._add_norm(x, heads, self.self_attn.weights, "o_proj", self.norms["post_attention_layernorm"])
+        return self._add_norm(x, self.mlp(h), self.mlp.weights, "down_proj", next_norm)
 
     def _add_norm(
-        self, x: Float[Array, "B T D"], y: Float[Array, "B T D"], weight: Float[Array, " D"]
+        self, x: Float[Array, "B T D"], inputs: Array, weights: Mapping[str, Any], name: str, norm: Float[Array, " D"]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-        """X + y, and the same normed."""
-        function = partial(add_norm, eps=self.config.rms_norm_eps)
-        if self.mesh is None:
-            return function(x, y, weight, implementation="reference")
-        if self.mesh.size > 1:  # XLA cannot split a kernel: every device does the whole
-            whole = PartitionSpec()
-            function = jax.shard_map(function, mesh=self.mesh, in_specs=whole, out_specs=whole, check_vma=False)
-        return function(x, y, weight)
+        """X plus the projection of that name, and the same normed."""
+        weight, bias = weights[name], weights.get(f"{name}_bias")
+        return project_add_norm(x, inputs, weight, bias, norm, self.config.rms_norm_eps, self.devices)
 
     def write_context(
         self, context: Float[Array, "B T D"], rope: Rope, positions: Int[Array, "B T"], cache: KVCache

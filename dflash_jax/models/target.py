@@ -8,28 +8,28 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.models.layers import DecoderLayer, KVCache, rms_norm, rope_tables, run_layers
+from dflash_jax.models.parallel import Devices, look_up
 from dflash_jax.models.quantized import Quantized
 from dflash_jax.models.tables import declare, outer_table
 from pallas_kernels.rotary import split_heads
 
 
 class TargetModel(nn.Module):
-    """A decoder-only language model whose hidden states can be tapped; `mesh` is that of its layers.
+    """A decoder-only language model whose hidden states can be tapped; `devices` are those of its layers.
 
     Source: transformers' Qwen3ForCausalLM and LlamaForCausalLM.
     """
 
     config: TargetConfig
-    mesh: Mesh | None = None
+    devices: Devices | None = None
 
     def setup(self) -> None:
         self.weights = declare(self, outer_table(self.config), self.config)
-        self.layers = [DecoderLayer(self.config, i, self.mesh) for i in range(self.config.num_hidden_layers)]
+        self.layers = [DecoderLayer(self.config, i, self.devices) for i in range(self.config.num_hidden_layers)]
 
     def __call__(
         self,
@@ -99,7 +99,7 @@ class TargetModel(nn.Module):
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Token embeddings; the drafter shares them."""
-        return self.weights["embed_tokens"][tokens]
+        return look_up(self.weights["embed_tokens"], tokens, self.devices)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """float32 logits."""

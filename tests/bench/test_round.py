@@ -20,7 +20,7 @@ from dflash_jax.config import EngineArgs, EngineConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.model import Model
 from dflash_jax.engine.sharding import Mesh
-from dflash_jax.engine.state import Emitted, Slots, StepSpec
+from dflash_jax.engine.state import Emitted, Slots
 from dflash_jax.errors import DFlashError
 from dflash_jax.models.tables import checkpoint_shape, checkpoint_table
 from dflash_jax.serve.args import parse_args
@@ -175,13 +175,11 @@ def test_a_failed_step_is_told_as_such():
 
 
 def test_keep_exactly():
-    target, draft = configs_of("tiny", None)
-    spec = StepSpec(target, draft, 4, Mesh.of(1).mesh)
-    slots = Slots(anchor=jnp.array([5, 6, 7]), length=jnp.array([11, 20, 30]), emitted=jnp.array([2, 3, 4]))
+    slots = Slots.of(anchor=jnp.array([5, 6, 7]), length=jnp.array([11, 20, 30]), emitted=jnp.array([2, 3, 4]))
     tokens = jnp.array([[1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]])
-    emitted = Emitted(tokens, jnp.array([4, -1, 1]), None)
+    emitted = Emitted.of(tokens, jnp.array([4, -1, 1]), None)
     rows = jnp.array([2, 0, 3])  # the last is padding
-    after, forced = keep_exactly(slots, rows, emitted, count=3, spec=spec)
+    after, forced = keep_exactly(slots, rows, emitted, count=3)
     assert forced.count.tolist() == [3, -1, 3]
     assert after.anchor.tolist() == [7, 6, 3]
     assert (after.length[2], after.emitted[2]) == (29, 3)
@@ -258,14 +256,15 @@ def test_no_preset_is_left_out():
 @pytest.mark.parametrize(
     ("scope", "name", "part"),
     [
-        ("jit(verify)/TargetModel/layers_3/mlp/mlp._linear/dot_general", "nvjet_hsh_64x8", "verify_gemm"),
-        ("jit(verify)/TargetModel/layers_3/self_attn.output/dot_general", "fusion_3", "verify_gemm"),
+        ("jit(verify)/TargetModel/layers_3/mlp/dot_general", "nvjet_hsh_64x8", "verify_gemm"),
+        ("jit(verify)/TargetModel/layers_3._add_norm/shard_map/dot_general", "fusion_3", "verify_gemm"),
+        ("jit(verify)/TargetModel/layers_3._add_norm/shard_map", "all_reduce_add_norm_mosaic", "all_reduce"),
         ("jit(verify)/TargetModel/layers_3/mlp/pallas_call", "mosaic_gpu_kernel", "verify_gemm"),
         ("jit(verify)/TargetModel/layers_3/pallas_call", "mosaic_gpu_kernel", "verify_attention"),
         ("jit(verify)/TargetModel/layers_3/shard_map/x", "paged_attention_combine", "verify_attention"),
         ("jit(verify)/TargetModel/layers_3/y", "write_kv", "verify_attention"),
         ("jit(verify)/TargetModel/layers_3/rsqrt", "loop_fusion", "verify_other"),
-        ("jit(verify)/TargetModel/layers_3/add_norm/shard_map/pallas_call", "add_norm", "verify_other"),
+        ("jit(verify)/TargetModel/layers_3._add_norm/pallas_call", "add_norm", "verify_other"),
         ("jit(draft)/DraftModel/layers_0/add_norm/pallas_call", "add_norm", "draft"),
         ("jit(verify)/DraftModel.write_context/layers_1.write_context/dot_general", "nvjet", "draft_context"),
         ("jit(draft)/DraftModel/layers_0/mlp/dot_general", "nvjet", "draft"),
@@ -273,7 +272,8 @@ def test_no_preset_is_left_out():
         ("jit(commit)/TargetModel.logits/btd,vd->btv/dot_general", "nvjet", "head"),
         ("jit(commit)/reduce", "reduce", "sampling"),
         ("jit(verify)/TargetModel/layers_0/add", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "all_reduce"),
-        ("jit(keep_exactly)/scatter", "fusion", "forcing"),
+        ("jit(commit_exactly)/keep_exactly/scatter", "fusion", "forcing"),
+        ("jit(commit_exactly)/jit(commit)/reduce", "reduce", "sampling"),
         ("", "MemcpyD2H", "copies"),
         ("", "unknown", "other"),
     ],

@@ -13,7 +13,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as Spec
 
 from dflash_jax.config import target_config
-from dflash_jax.models import layers
+from dflash_jax.models import parallel
+from dflash_jax.models.parallel import Devices
 from dflash_jax.models.tables import build, checkpoint_table, parameters_of
 from dflash_jax.models.target import TargetModel
 from pallas_kernels import _compat, add_norm
@@ -196,7 +197,7 @@ def random_parameter(parameter):
 def forward(config, mesh, params):
     """Last hidden states and taps of some tokens."""
     tokens = jnp.array([[3, 1, 4, 1, 5, 9]], jnp.int32)
-    bound = TargetModel(config, mesh).bind({"params": params})
+    bound = TargetModel(config, None if mesh is None else Devices(mesh)).bind({"params": params})
     return bound(tokens, jnp.arange(tokens.size)[None], empty_cache(config, tokens.size), TAPS)[:2]
 
 
@@ -204,7 +205,7 @@ def forward(config, mesh, params):
 def test_layers_on_a_mesh_say_what_they_say_without_one(monkeypatch, model, devices):
     config, params = model
     wanted = jax.jit(functools.partial(forward, config, None))(params)
-    monkeypatch.setattr(layers, "add_norm", functools.partial(add_norm, interpret=not ON_GPU))
+    monkeypatch.setattr(parallel, "add_norm", functools.partial(add_norm, interpret=not ON_GPU))
     found = jax.jit(functools.partial(forward, config, mesh_of(devices)))(params)
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,32 @@
+"""Products of activations with weights, in whatever form the weights are held."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from dflash_jax.models.quantized import Quantized
+from dflash_jax.models.transposed import Transposed
+
+Weight = Array | Quantized | Transposed
+
+
+def project(x: Float[Array, "B T *I"], weight: Weight, bias: Array | None = None) -> Float[Array, "B T *O"]:
+    """X @ weight.T for a weight [*O, *I], giving x's dtype; float32 stays float32 on every device (no TF32).
+
+    The product is of two matrices: given more dimensions, XLA transposes the weight in memory first, on CPUs.
+    """
+    inner = x.shape[2:]
+    outer = weight.shape[: -len(inner)]
+    rows = x.reshape(-1, math.prod(inner))
+    if isinstance(weight, Quantized | Transposed):
+        out = weight.product(rows).astype(x.dtype)
+    else:
+        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        matrix = weight.reshape(-1, rows.shape[1])
+        out = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), precision=precision)
+    out = out.reshape(*x.shape[:2], *outer)
+    return out if bias is None else out + bias

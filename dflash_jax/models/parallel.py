@@ -1,0 +1,123 @@
+"""What devices that share a model must tell each other: parts of sums, and who has the likeliest token.
+
+All of it goes through the kernels' all-reduce, so that a program of ours leaves nothing for XLA to reduce between
+devices: the library's collectives would cut it into pieces that the host launches one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.models.linear import Weight, project
+from pallas_kernels import Peers, add_norm, all_reduce, all_reduce_add_norm
+
+ROW = 128  # float32 numbers: the least that the kernel sums
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Those that share a model, by axis `tp` of their mesh, and the mailboxes that they have on GPUs."""
+
+    mesh: Mesh
+    peers: Peers | None = None
+
+    def share(self, length: int) -> bool:
+        """Whether an axis of this length is split over them."""
+        return self.mesh.size > 1 and length % self.mesh.size == 0
+
+
+def project_add_norm(
+    x: Float[Array, "B T D"],
+    inputs: Float[Array, "B T *I"],
+    weight: Weight,
+    bias: Float[Array, " D"] | None,
+    norm: Float[Array, " D"],
+    eps: float,
+    devices: Devices | None,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    """X plus the projected inputs, and the same normed.
+
+    Args:
+        x: the residual stream.
+        inputs: heads, or the hidden units of an MLP; split over the devices where their number divides.
+        weight: [D, *I], split likewise.
+        bias: of the projection.
+        norm: weight of the norm.
+        eps: of the norm.
+        devices: run kernels, which serve and know no gradients; None gives what can be trained, and split by XLA.
+    """
+    if devices is None:
+        return add_norm(x, project(inputs, weight, bias), norm, eps, implementation="reference")
+    if devices.mesh.size == 1:
+        return add_norm(x, project(inputs, weight, bias), norm, eps)
+    is_split = devices.share(inputs.shape[2])
+
+    def on_each(x, inputs, weight, bias, norm, peers):
+        if not is_split:
+            return add_norm(x, project(inputs, weight, bias), norm, eps)
+        y = project(inputs, weight)
+        if bias is not None:
+            y = jnp.where(lax.axis_index("tp") == 0, y + bias, y)
+        return all_reduce_add_norm(x, y, norm, eps, "tp", peers)
+
+    whole, split = PartitionSpec(), PartitionSpec("tp")
+    of_weight = jax.tree.map(lambda leaf: PartitionSpec(None, "tp") if is_split and leaf.ndim > 1 else whole, weight)
+    of_inputs = PartitionSpec(None, None, "tp") if is_split else whole
+    in_specs = (whole, of_inputs, of_weight, whole, whole, split)
+    function = jax.shard_map(on_each, mesh=devices.mesh, in_specs=in_specs, out_specs=whole, check_vma=False)
+    added, normed = function(x, inputs, weight, bias, norm, devices.peers)
+    return added, normed
+
+
+def look_up(table: Float[Array, "V D"], tokens: Int[Array, "B T"], devices: Devices | None) -> Float[Array, "B T D"]:
+    """Rows of a table that is split over the devices where its length divides."""
+    if devices is None or not devices.share(len(table)):
+        return table[tokens]
+
+    def on_each(table, tokens, peers):
+        own = tokens - lax.axis_index("tp") * len(table)
+        is_own = (own >= 0) & (own < len(table))
+        rows = table.at[own].get(mode="clip")
+        return all_reduce(jnp.where(is_own[..., None], rows, 0), "tp", peers)
+
+    whole, split = PartitionSpec(), PartitionSpec("tp")
+    function = jax.shard_map(
+        on_each, mesh=devices.mesh, in_specs=(split, whole, split), out_specs=whole, check_vma=False
+    )
+    rows: Array = function(table, tokens, devices.peers)
+    return rows
+
+
+def likeliest(logits: Float[Array, "B T V"], devices: Devices | None) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """The token of the largest float32 logit of each row, the first of several, and that logit; NaN is the largest."""
+    if devices is None or not devices.share(logits.shape[-1]):
+        return _largest(logits)
+
+    def on_each(logits, peers):
+        """Each device's own finding has a place of its own in the sum, where the others have zeros."""
+        rank, size = lax.axis_index("tp"), lax.axis_size("tp")
+        token, value = _largest(logits)
+        own = jnp.stack([(rank * logits.shape[-1] + token).astype(jnp.float32), value])  # exact below 2**24
+        width = -(-2 * size // ROW) * ROW
+        row = jnp.zeros((*value.shape, width), jnp.float32)
+        row = lax.dynamic_update_slice_in_dim(row, jnp.moveaxis(own, 0, -1), 2 * rank, axis=-1)
+        found = all_reduce(row, "tp", peers)[..., : 2 * size]
+        best, value = _largest(found[..., 1::2])
+        return jnp.take_along_axis(found[..., ::2], best[..., None], axis=-1)[..., 0].astype(jnp.int32), value
+
+    specs = (PartitionSpec(None, None, "tp"), PartitionSpec("tp"))
+    function = jax.shard_map(on_each, mesh=devices.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+    token, value = function(logits, devices.peers)
+    return token, value
+
+
+def _largest(values: Float[Array, "B T V"]) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """Where each row's largest value is, and what it is."""
+    index = values.argmax(axis=-1).astype(jnp.int32)
+    return index, jnp.take_along_axis(values, index[..., None], axis=-1)[..., 0]
