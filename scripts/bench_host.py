@@ -192,7 +192,7 @@ class Stubs:
             top = -np.sort(rng.random((*shape, ALTERNATIVES), np.float32), axis=-1)
             top_tokens = rng.choice(self._text, (*shape, ALTERNATIVES))
             logprobs = Logprobs(*map(jax.device_put, (top[..., 0], np.ones(shape, np.int32), top, top_tokens)))
-        return jax.block_until_ready(Emitted(jax.device_put(tokens), jax.device_put(count), logprobs))
+        return jax.block_until_ready(jax.device_put(Emitted.of(tokens, count, logprobs)))
 
 
 @partial(jax.jit, donate_argnames="state", keep_unused=True)

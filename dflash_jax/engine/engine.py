@@ -288,8 +288,9 @@ class Engine:
         """Draft, verify and commit; returns the sequences that changed on the way."""
         rows, compiled = self.shapes.batch(len(rounds)), compile_counter().count
         length = self._round_length(rounds, rows)
-        # To the devices once, not with each step
-        tables = self.mesh.replicate(tables_of(self.scheduler, rounds, rows, self._table_width(rounds)))
+        tables = tables_of(self.scheduler, rounds, rows, self._table_width(rounds))
+        if self.mesh.mesh.size > 1:  # once, not with each step; to one device that is no faster
+            tables = self.mesh.replicate(tables)
         block = None
         if self.spec.block > 1:
             self._defer_or_catch_up(rounds, tables, is_drafted=length > 1)

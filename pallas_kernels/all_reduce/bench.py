@@ -1,0 +1,86 @@
+"""``python -m pallas_kernels.all_reduce.bench``: microseconds of a sum over all GPUs, also with addition and norm."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import pallas_kernels
+from pallas_kernels import Peers, timing
+
+CALLS = 72  # two a layer, 36 layers
+EPS = 1e-6
+WHOLE, SPLIT = PartitionSpec(), PartitionSpec("tp")
+
+
+def program(mesh: Mesh, implementation: Any, *, with_norm: bool) -> Any:
+    """``CALLS`` sums, each of which waits for the one before; between them stands an addition, which is timed, too."""
+
+    def on_each(x: Any, ys: Any, weight: Any, peers: Any) -> Any:
+        h = x
+        for y in ys:
+            part = y[0] + 0.001 * h
+            if with_norm:
+                x, h = pallas_kernels.all_reduce_add_norm(
+                    x, part, weight, EPS, "tp", peers, implementation=implementation
+                )
+            elif implementation == "none":
+                h = part
+            else:
+                h = pallas_kernels.all_reduce(part, "tp", peers, implementation=implementation)
+            x, h = jax.lax.optimization_barrier((x, h))
+        return x, h
+
+    specs = (WHOLE, SPLIT, WHOLE, SPLIT)
+    return jax.jit(jax.shard_map(on_each, mesh=mesh, in_specs=specs, out_specs=WHOLE, check_vma=False))
+
+
+def measure(mesh: Mesh, peers: Peers, rows: int, width: int) -> list[dict[str, Any]]:
+    """The kernel and the library, alone and with addition and norm; and the addition between them alone."""
+
+    def random(seed: int, shape: tuple[int, ...], spec: PartitionSpec) -> Any:
+        array = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+        return jax.device_put(array, NamedSharding(mesh, spec))
+
+    ys = [random(i, (mesh.size, rows, width), SPLIT) for i in range(CALLS)]
+    arguments = (random(CALLS, (rows, width), WHOLE), ys, random(CALLS + 1, (width,), WHOLE), peers)
+    kinds = [(implementation, norm) for norm in (False, True) for implementation in ("library", "mosaic")]
+    lowered: dict[Any, Callable[[], Any]] = {
+        kind: functools.partial(program(mesh, kind[0], with_norm=kind[1]).lower, *arguments)
+        for kind in [("none", False), *kinds]
+    }
+    found = []
+    for (implementation, norm), compiled in timing.compile_all(lowered).items():
+        time = timing.seconds(compiled, arguments, CALLS, budget=0.05)
+        of = {"devices": mesh.size, "rows": rows, "width": width, "implementation": implementation, "norm": norm}
+        found.append(of | {"us": round(time * 1e6, 2)})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", nargs="+", type=int, default=[16, 32, 64, 128, 256])
+    parser.add_argument("--widths", nargs="+", type=int, default=[4096])
+    parser.add_argument("--json", default="all_reduce.json", help="where the rows go")
+    args = parser.parse_args()
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    peers = Peers.of(mesh, 2 * max(args.widths))
+    found: list[dict[str, Any]] = []
+    for rows in args.rows:
+        for width in args.widths:
+            for row in measure(mesh, peers, rows, width):
+                found.append(row)
+                print(*row.values(), flush=True)
+    timing.save(args.json, found)
+    print(timing.table(found))
+
+
+if __name__ == "__main__":
+    main()
