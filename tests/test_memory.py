@@ -10,7 +10,16 @@ import pytest
 from dflash_jax import LLM
 from dflash_jax.config import EngineArgs, EngineConfig, draft_config, target_config
 from dflash_jax.engine import memory
-from dflash_jax.engine.memory import capacity_of, explain_out_of_memory, make_caches, plan_layout
+from dflash_jax.engine.memory import (
+    FULL,
+    SLIDING,
+    capacity_of,
+    explain_out_of_memory,
+    make_caches,
+    place_layers,
+    plan_layout,
+)
+from dflash_jax.engine.scheduler import Layout
 from dflash_jax.engine.sharding import Mesh
 from dflash_jax.engine.state import DEFERRED
 from dflash_jax.errors import ConfigError
@@ -125,6 +134,33 @@ def test_pools_take_the_memory_that_was_planned(devices, draft_dtype):
 
 
 # --- what a device has left
+
+
+def test_layers_share_pools():
+    layout = Layout(16, 4, full_pages=10, sliding_pages=3, window=7, table_width=5)
+    places, pages = place_layers([SLIDING, FULL, SLIDING, SLIDING, FULL], layout, 1, jnp.dtype(jnp.float32))
+    assert pages == [20, 9]
+    assert places == ((SLIDING, 1, 0), (FULL, 0, 0), (SLIDING, 1, 3), (SLIDING, 1, 6), (FULL, 0, 10))
+    assert place_layers([SLIDING], layout, 1, jnp.dtype(jnp.float32)) == (((SLIDING, 0, 0),), [3])
+
+
+@pytest.mark.parametrize(
+    ("gib", "dtype", "wanted"),
+    [
+        (2, jnp.float8_e4m3fn, [30]),
+        (3, jnp.float8_e4m3fn, [20, 10]),
+        (4, jnp.float8_e5m2, [20, 10]),
+        (5, jnp.float8_e5m2, [30]),
+        (3, jnp.bfloat16, [30]),
+    ],
+)
+def test_no_pool_has_a_size_that_triton_cannot_address(gib, dtype, wanted):
+    layout = Layout(16, 4, full_pages=10, sliding_pages=0, window=None, table_width=5)
+    places, pages = place_layers([FULL] * 3, layout, (gib << 30) // 30, jnp.dtype(dtype))
+    assert pages == wanted
+    ends = [10 * (place.first_page // 10 + 1) for place in places]
+    assert all(end <= pages[place.pool] for end, place in zip(ends, places, strict=True))
+    assert len({place[1:] for place in places}) == 3
 
 
 def test_room_for_steps_is_left_on_a_device(monkeypatch):

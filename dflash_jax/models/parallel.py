@@ -58,7 +58,10 @@ def project_add_norm(
         return add_norm(x, project(inputs, weight, bias), norm, eps)
     is_split = devices.share(inputs.shape[2])
 
-    def on_each(x, inputs, weight, bias, norm, peers):
+    leaves, form = jax.tree.flatten(weight)  # a weight may be several arrays
+
+    def on_each(x, inputs, leaves, bias, norm, peers):
+        weight = form.unflatten(leaves)
         if not is_split:
             return add_norm(x, project(inputs, weight, bias), norm, eps)
         y = project(inputs, weight)
@@ -67,11 +70,11 @@ def project_add_norm(
         return all_reduce_add_norm(x, y, norm, eps, "tp", peers)
 
     whole, split = PartitionSpec(), PartitionSpec("tp")
-    of_weight = jax.tree.map(lambda leaf: PartitionSpec(None, "tp") if is_split and leaf.ndim > 1 else whole, weight)
+    of_leaves = [PartitionSpec(None, "tp") if is_split and leaf.ndim > 1 else whole for leaf in leaves]
     of_inputs = PartitionSpec(None, None, "tp") if is_split else whole
-    in_specs = (whole, of_inputs, of_weight, whole, whole, split)
+    in_specs = (whole, of_inputs, of_leaves, whole, whole, split)
     function = jax.shard_map(on_each, mesh=devices.mesh, in_specs=in_specs, out_specs=whole, check_vma=False)
-    added, normed = function(x, inputs, weight, bias, norm, devices.peers)
+    added, normed = function(x, inputs, leaves, bias, norm, devices.peers)
     return added, normed
 
 

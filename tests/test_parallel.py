@@ -1,0 +1,76 @@
+"""What devices that share a model tell each other, against one device that has all of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from dflash_jax.models.parallel import Devices, likeliest, look_up, project_add_norm
+from dflash_jax.models.quantized import Quantized, to_e4m3
+
+DEVICES = 4
+pytestmark = pytest.mark.skipif(jax.device_count() < DEVICES, reason="needs 4 devices")
+
+
+@pytest.fixture(scope="module")
+def devices():
+    return Devices(Mesh(np.array(jax.devices()[:DEVICES]), ("tp",)))
+
+
+def random(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def put(devices, array, *spec):
+    return jax.device_put(array, NamedSharding(devices.mesh, Spec(*spec)))
+
+
+@pytest.mark.parametrize("vocab_size", [64, 61])
+def test_likeliest_is_argmax(devices, vocab_size):
+    logits = np.array(random(0, 2, 7, vocab_size))
+    logits[0, 0] = 3.0  # all alike: the first
+    logits[0, 1, [5, 20, 60]] = 9.0  # three alike, on as many devices
+    logits[0, 2, 40] = np.nan
+    logits[0, 3] = -np.inf
+    logits[0, 4, vocab_size - 1] = np.inf
+    given = put(devices, logits, None, None, "tp" if vocab_size % DEVICES == 0 else None)
+    token, value = jax.jit(lambda x: likeliest(x, devices))(given)
+    np.testing.assert_array_equal(token, logits.argmax(axis=-1))
+    np.testing.assert_array_equal(value, np.max(logits, axis=-1))
+
+
+@pytest.mark.parametrize("length", [64, 61])
+def test_look_up(devices, length):
+    table = random(1, length, 8)
+    tokens = jnp.array([[0, length - 1, 15, 16], [31, 32, 47, 48]], jnp.int32)
+    given = put(devices, table, "tp" if length % DEVICES == 0 else None)
+    np.testing.assert_array_equal(jax.jit(lambda t, i: look_up(t, i, devices))(given, tokens), table[tokens])
+
+
+@pytest.mark.parametrize("heads", [8, 6], ids=["split", "whole"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_product_of_split_inputs(devices, heads, with_bias):
+    x, inputs, norm = random(2, 2, 3, 16), random(3, 2, 3, heads, 4), random(4, 16)
+    weight, bias = random(5, 16, heads, 4), random(6, 16) if with_bias else None
+    wanted = project_add_norm(x, inputs, weight, bias, norm, 1e-6, None)
+    split = (None, "tp") if heads % DEVICES == 0 else ()
+    given = put(devices, weight, *split)
+    found = jax.jit(lambda w: project_add_norm(x, inputs, w, bias, norm, 1e-6, devices))(given)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_quantised_weight_of_split_inputs(devices):
+    """Each device scales its own inputs, so that the result is no worse than on one."""
+    x, inputs, norm = jnp.zeros((1, 3, 16)), random(7, 1, 3, 256), jnp.ones(16)
+    weight = random(8, 16, 256)
+    exact, _ = project_add_norm(x, inputs, weight, None, norm, 1e-6, None)
+    small = Quantized(*to_e4m3(weight, 1))
+    placed = Quantized(put(devices, small.values, None, "tp"), put(devices, small.scales))
+    errors = []
+    for given, over in ((small, None), (placed, devices)):
+        total, _ = jax.jit(lambda w, over=over: project_add_norm(x, inputs, w, None, norm, 1e-6, over))(given)
+        errors.append(float(jnp.abs(total - exact).max() / jnp.abs(exact).max()))
+    assert 0 < errors[1] < max(0.05, 1.5 * errors[0])
