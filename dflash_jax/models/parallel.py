@@ -61,7 +61,7 @@ def project_add_norm(
     leaves, form = jax.tree.flatten(weight)  # a weight may be several arrays
 
     def on_each(x, inputs, leaves, bias, norm, peers):
-        weight = form.unflatten(leaves)
+        weight = jax.tree.unflatten(form, leaves)
         if not is_split:
             return add_norm(x, project(inputs, weight, bias), norm, eps)
         y = project(inputs, weight)
