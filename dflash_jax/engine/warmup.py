@@ -88,13 +88,20 @@ def compile_steps(
     def block(rows: int, length: int) -> jax.ShapeDtypeStruct | None:
         return jax.ShapeDtypeStruct((rows, spec.block), np.int32, sharding=whole) if length > 1 else None
 
+    def tables(rows: int, pages: int) -> Tables:
+        shape = (rows, 2 * pages + 2)
+        packed: Any = _zeros(*shape)
+        if spec.mesh.size > 1:  # then a round's tables are on the devices before its steps take them
+            packed = jax.ShapeDtypeStruct(shape, np.int32, sharding=whole)
+        return Tables(packed)
+
     state = (params, slots, caches)
     commits = {(rows, length) for rows, length in product(shapes.batches, shapes.lengths)}
     commits |= {(rows, 1) for rows, _ in shapes.prefills()}
     jobs: list[Job] = []
     for pages in shapes.tables:
         for rows in shapes.batches:
-            table = Tables(_zeros(rows, 2 * pages + 2))
+            table = tables(rows, pages)
             if shapes.lengths[-1] > 1:
                 jobs.append(partial(_compile, steps.draft, shared, slots, caches.draft, table, spec=spec))
                 late = (shared, slots, caches.draft, caches.features, table, _zeros(rows))
