@@ -41,7 +41,7 @@ def add_norm(
       ValueError: shapes or dtypes that do not belong together; the message prints them.
       NotImplementedError: what the chosen implementation cannot do, in a sentence.
     """
-    _check(x, y, weight)
+    check(x, y, weight)
     match implementation or _fastest(x, interpret):
         case "triton":
             return triton.add_norm(x, y, weight, eps, interpret=interpret)
@@ -59,7 +59,8 @@ def _fastest(x: jax.Array, interpret: bool) -> Implementation:
     return "triton" if able else "reference"
 
 
-def _check(x: Any, y: Any, weight: Any) -> None:
+def check(x: Any, y: Any, weight: Any) -> None:
+    """Raise ValueError for shapes or dtypes that do not belong together."""
     if x.ndim < 1 or y.shape != x.shape or weight.shape != x.shape[-1:]:
         raise ValueError(
             "x and y must be alike, [*T, D], and weight [D]; "

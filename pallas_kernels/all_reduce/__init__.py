@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
-from pallas_kernels.add_norm import add_norm
+from pallas_kernels.add_norm import add_norm, check
 from pallas_kernels.all_reduce import mosaic
 from pallas_kernels.all_reduce.peers import Peers, reach_each_other
 
@@ -68,9 +68,7 @@ def all_reduce_add_norm(
       ValueError: Mosaic without mailboxes, or shapes that do not belong together.
       NotImplementedError: what the chosen implementation cannot do, in a sentence.
     """
-    if y.shape != x.shape or weight.shape != x.shape[-1:]:
-        shapes = f"{list(x.shape)}, {list(y.shape)} and {list(weight.shape)}"
-        raise ValueError(f"x and y must be alike, [*T, D], and weight [D]; got {shapes}")
+    check(x, y, weight)
     if _is_mosaic(y, peers, implementation):
         assert peers is not None
         return mosaic.all_reduce_add_norm(x, y, weight, eps, peers)

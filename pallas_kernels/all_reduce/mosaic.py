@@ -89,7 +89,7 @@ def all_reduce(y: Float[Array, "*T D"], peers: Peers) -> Float[Array, "*T D"]:
 
 
 def _call(kernel: Callable[..., None], operands: tuple[jax.Array, ...], dtypes: tuple[Any, ...]) -> Any:
-    """A kernel of one warpgroup a row, with outputs like the rows of its last operand of two axes."""
+    """A kernel of one warpgroup a row, with outputs like its operands of rows."""
     operands = _compat.vary_alike(*operands)
     rows = next(operand for operand in operands[1:] if operand.ndim == 2)
     return plgpu.kernel(
