@@ -7,8 +7,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
+from dflash_jax.config import target_config
+from dflash_jax.engine.round import bind_target
+from dflash_jax.engine.state import StepSpec
 from dflash_jax.models.parallel import Devices, likeliest, look_up, project_add_norm
 from dflash_jax.models.quantized import Quantized, to_e4m3
+from dflash_jax.models.tables import build, checkpoint_table, parameters_of
+from pallas_kernels import Peers, _compat
+from tests.pairs import TARGET, empty_cache
 
 DEVICES = 4
 pytestmark = pytest.mark.skipif(jax.device_count() < DEVICES, reason="needs 4 devices")
@@ -74,3 +80,22 @@ def test_a_quantised_weight_of_split_inputs(devices):
         total, _ = jax.jit(lambda w, over=over: project_add_norm(x, inputs, w, None, norm, 1e-6, over))(given)
         errors.append(float(jnp.abs(total - exact).max() / jnp.abs(exact).max()))
     assert 0 < errors[1] < max(0.05, 1.5 * errors[0])
+
+
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_with_mailboxes_nothing_is_left_for_the_library_to_sum(devices, monkeypatch, has_peers):
+    """From tokens to tokens, lowered for GPUs."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 64}
+    config = target_config(TARGET | sizes)
+    params = build(parameters_of(checkpoint_table(config), config), lambda parameter: jnp.ones(parameter.shape))
+    tokens = jnp.array([[3, 1, 4]], jnp.int32)
+    monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
+
+    def greedy(params, peers):
+        model = bind_target(params | ({"peers": peers} if peers else {}), StepSpec(config, None, 1, devices.mesh))
+        hidden, _, _ = model(tokens, jnp.arange(tokens.size)[None], empty_cache(config, tokens.size))
+        return likeliest(model.logits(hidden), model.devices)
+
+    traced = jax.jit(greedy).trace(params, Peers.of(devices.mesh, 512) if has_peers else None)
+    assert ("psum" in str(traced.jaxpr)) != has_peers
+    assert ("mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()) == has_peers

@@ -84,6 +84,6 @@ def _is_mosaic(y: Any, peers: Peers | None, implementation: Implementation | Non
         raise ValueError("the Mosaic all-reduce needs mailboxes: peers=Peers.of(mesh, row_bytes)")
     if implementation is None:
         capability = _compat.compute_capability()
-        is_able = peers is not None and capability is not None and capability >= (9, 0)
+        is_able = capability is not None and capability >= (9, 0)
         return is_able and peers is not None and y.size > 0 and mosaic.refusal(y, peers) is None
     return implementation == "mosaic"
