@@ -42,6 +42,7 @@ from dflash_jax.engine import engine as host
 from dflash_jax.engine import round as steps
 from dflash_jax.engine.adaptive import BlockLengths
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.runner import ModelRunner
 from dflash_jax.engine.scheduler import Scheduler
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.state import Emitted, Logprobs
@@ -145,7 +146,8 @@ PARTS = {  # by name: whose attribute does it
     "reserve": (host.Engine, "_reserve_rounds"),
     "choose": (BlockLengths, "choose"),
     "tables": (host, "tables_of"),
-    "commit": (host.Engine, "_commit"),
+    "round": (ModelRunner, "greedy_round"),
+    "commit": (ModelRunner, "commit"),
     "push": (host.Engine, "_push"),
     "read": (host.Engine, "_read"),
     "learn": (host.Engine, "_learn"),
@@ -172,6 +174,10 @@ class Stubs:
     def verify(self, params, slots, caches, tables, block, *, spec, length):
         caches = self._dispatch((params, slots, tables, block), caches)
         return ready(len(tables.packed), length, 1), caches
+
+    def greedy_round(self, params, slots, caches, tables, *, spec, length, commit):
+        slots, caches = self._dispatch((params, tables), (slots, caches))
+        return slots, caches, self._emit(len(tables.packed), length, False)
 
     def prefill(self, params, slots, caches, chunk, *, spec):
         slots, caches = self._dispatch((params, chunk), (slots, caches))
@@ -251,8 +257,9 @@ def measure(case: Case, pair: tuple[Path, Path], args: argparse.Namespace, profi
         for part, (whose, name) in PARTS.items():
             patches.enter_context(mock.patch.object(whose, name, clock.timed(part, getattr(whose, name))))
         stubs = Stubs(clock, text, args.tokens, rng)
-        for name in ("draft", "verify", "commit", "prefill"):
+        for name in ("greedy_round", "draft", "verify", "prefill"):
             patches.enter_context(mock.patch.object(steps, name, getattr(stubs, name)))
+        patches.enter_context(mock.patch.object(engine.runner, "commit_step", stubs.commit))
         step = clock.timed("rest", step)
         for _ in range(args.slots):
             request()

@@ -16,6 +16,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.par
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import jax
+import jaxtyping
 import pytest
 
 if not ON_GPU:
@@ -38,3 +39,11 @@ def forget_programs():
     """A process may hold only so many memory maps, and each program compiled for a CPU takes some: XLA crashes then."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def unchecked():
+    """Lowering puts things that are no arrays into our classes, which the checks of shapes in tests would refuse."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_jax import LLM, SamplingParams, StructuredOutputsParams
 from dflash_jax.engine import engine as engine_module
+from dflash_jax.engine import inputs
 from dflash_jax.engine import round as steps
 from dflash_jax.engine.constraints import Constraint
 from tests.pairs import GOLDEN, assert_empty, golden_cases, golden_llm, greedy, prompt, reciter, tokens_of
@@ -58,10 +59,11 @@ def assert_others_are_right(outputs, culprit, words):
             assert completion.token_ids == case["output_ids"]
 
 
-def test_a_step_that_fails_once_costs_nobody(monkeypatch):
+@pytest.mark.parametrize(("name", "options"), [("greedy_round", {}), ("verify", {"logprobs": 1})])
+def test_a_step_that_fails_once_costs_nobody(monkeypatch, name, options):
     calls = []
-    break_steps(monkeypatch, "verify", lambda *_: calls.append(1) or len(calls) == 3)
-    outputs = run(golden_llm(PAIR), [prompt(*case["input_ids"]) for case in CASES], greedy(80))
+    break_steps(monkeypatch, name, lambda *_: calls.append(1) or len(calls) == 3)
+    outputs = run(golden_llm(PAIR), [prompt(*case["input_ids"]) for case in CASES], greedy(80, **options))
     assert len(calls) > 3
     assert_others_are_right(outputs, None, "")
 
@@ -83,13 +85,13 @@ def test_a_sequence_that_fails_in_mid_text_fails_alone(monkeypatch):
     culprit = int(np.argmax(lengths))
     limit = lengths[culprit] + 30
 
-    def too_long(slots, tables, block):
+    def too_long(slots, tables):
         rows = np.asarray(tables.rows)
         own = np.asarray(slots.length)[rows[rows < len(slots.length)]]
         return bool((own >= limit).any())
 
     given = [prompt(*case["input_ids"]) for case in CASES]
-    break_steps(monkeypatch, "verify", too_long)
+    break_steps(monkeypatch, "greedy_round", too_long)
     params = [greedy(80 if i == culprit else 16) for i in range(len(CASES))]
     outputs = run(golden_llm(PAIR), given, params)
     for i, (output, case) in enumerate(zip(outputs, CASES, strict=True)):
@@ -143,14 +145,14 @@ def test_nan_logits_end_the_request_and_spoil_no_page(tmp_path):
 def test_a_grammar_that_breaks_ends_its_request(monkeypatch):
     """Also while it looks at drafts: then it would allow nothing but the end, and the text would look whole."""
     llm = reciter(max_num_seqs=2)
-    fill = engine_module.fill_masks
+    fill = inputs.fill_masks
     broken = []
 
     def fill_and_break(batch):
         fill(batch)
         broken.append(1)
 
-    monkeypatch.setattr(engine_module, "fill_masks", fill_and_break)
+    monkeypatch.setattr(inputs, "fill_masks", fill_and_break)
     monkeypatch.setattr(Constraint, "error", property(lambda _: "lexer too large" if len(broken) > 1 else None))
     params = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(regex="[a-z]{50}"))
     outputs = run(llm, ["x", "You may reproduce and distribute copies of the"], [params, greedy(20)])

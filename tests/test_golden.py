@@ -58,11 +58,12 @@ def assert_matches_reference(outputs, cases):
         assert found[-1] <= expected[len(found) - 1]
 
 
+@pytest.mark.parametrize("options", [{}, {"logprobs": 1}], ids=["a round at once", "step by step"])
 @pytest.mark.parametrize("name", GOLDEN_PAIRS)
-def test_outputs_and_acceptance_match_reference(name):
+def test_outputs_and_acceptance_match_reference(name, options):
     cases = golden_cases(name)
     prompts = [prompt(*case["input_ids"]) for case in cases]
-    assert_matches_reference(golden_llm(name).generate(prompts, greedy(80)), cases)
+    assert_matches_reference(golden_llm(name).generate(prompts, greedy(80, **options)), cases)
 
 
 def test_one_by_one_equals_batched():

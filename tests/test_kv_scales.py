@@ -236,7 +236,7 @@ def test_from_checkpoint_to_drafter(tmp_path):
     target, draft = write_model(tmp_path / "target", TARGET, 0), write_model(tmp_path / "draft", DRAFT, 0)
     write(draft, DRAFT_CONFIG, {"layers.1.self_attn.v_scale": scale(3, 5)})
     llm = LLM(target, draft, draft_kv_cache_dtype="fp8", page_size=8)
-    caches = llm.engine._caches
+    caches = llm.engine.runner.caches
     assert caches.target.v_scale is None
     assert (caches.target.keys[0].dtype, caches.draft.keys[0].dtype) == (jnp.float32, jnp.float8_e4m3fn)
     np.testing.assert_array_equal(caches.draft.v_scale, [[1, 1], [3, 5]])

@@ -171,7 +171,7 @@ def test_logprobs(drafter):
     # against the target alone, run over the finished text
     tokens = case["input_ids"] + completion.token_ids
     engine = llm.engine
-    target, _ = steps.bind(engine.params, engine.spec)
+    target, _ = steps.bind(engine.runner.params, engine.spec)
 
     @jax.jit
     def over(tokens):

@@ -131,7 +131,7 @@ def test_projections_and_the_head_are_quantised_and_nothing_else(tmp_path, tied,
     folders = small_pair(tmp_path, {"tie_word_embeddings": tied}, draft)
     small = LLM(*folders, max_num_seqs=1, draft_quantization="fp8").engine
     target, full = (load_params(*pair, jnp.float32) for pair in zip(folders, configs_of(small), strict=True))
-    before, after = leaves_by_name(full), leaves_by_name(small.params[1])
+    before, after = leaves_by_name(full), leaves_by_name(small.runner.params[1])
     head = after.pop("['lm_head']")
     original = before.pop("['lm_head']", target["embed_tokens" if tied else "lm_head"])
     np.testing.assert_array_equal(head.values, quantized(original, 1).values)
@@ -143,7 +143,7 @@ def test_projections_and_the_head_are_quantised_and_nothing_else(tmp_path, tied,
             assert 0 < error.max() <= HALF_ULP * np.abs(before[name]).max()
         else:
             np.testing.assert_array_equal(leaf, before[name])
-    assert_same(small.params[0], LLM(*folders, max_num_seqs=1).engine.params[0])
+    assert_same(small.runner.params[0], LLM(*folders, max_num_seqs=1).engine.runner.params[0])
 
 
 def test_originals_are_gone_when_memory_is_planned(tmp_path, monkeypatch):
@@ -160,7 +160,7 @@ def test_originals_are_gone_when_memory_is_planned(tmp_path, monkeypatch):
     plan_layout, before = engine_module.plan_layout, bytes_live()
     monkeypatch.setattr(engine_module, "plan_layout", plan)
     engine = LLM(*folders, max_num_seqs=1, draft_quantization="fp8").engine
-    assert live[0] - before == sum(leaf.nbytes for leaf in jax.tree.leaves(engine.params))
+    assert live[0] - before == sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.params))
 
 
 def test_other_weights_are_quantised_too(tmp_path):
@@ -168,7 +168,7 @@ def test_other_weights_are_quantised_too(tmp_path):
     options = {"max_num_seqs": 1, "draft_quantization": "fp8"}
     engine, expected = LLM(*folders, **options).engine, LLM(folders[0], other, **options).engine
     engine.replace_draft(load_params(other, configs_of(engine)[1], jnp.float32))
-    assert_same(engine.params[1], expected.params[1])
+    assert_same(engine.runner.params[1], expected.runner.params[1])
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
@@ -178,8 +178,8 @@ def test_four_devices_hold_what_one_holds(tmp_path, kv_heads):
     folders = small_pair(tmp_path, sizes, sizes)
     options = {"max_num_seqs": 1, "num_speculative_tokens": 5, "draft_quantization": "fp8"}
     one, four = (LLM(*folders, tensor_parallel_size=devices, **options) for devices in (1, 4))
-    assert_same(four.engine.params[1], one.engine.params[1])
-    draft = four.engine.params[1]
+    assert_same(four.engine.runner.params[1], one.engine.runner.params[1])
+    draft = four.engine.runner.params[1]
     layer = draft["layers_0"]
     for weight, divided, by_rows in (
         (draft["lm_head"], True, True),

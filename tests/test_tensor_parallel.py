@@ -63,11 +63,11 @@ def test_four_devices_say_what_one_says(tmp_path, shape):
     assert_empty(four.engine)
 
     # Whatever can be split was: these are not four copies of one engine.
-    target, draft = four.engine.params
+    target, draft = four.engine.runner.params
     for params in (target, draft):
         assert is_split(params["layers_0"]["mlp"]["down_proj"]) == (mlp % DEVICES == 0)
     assert is_split(target["lm_head"]) == (vocab_size % DEVICES == 0)
-    caches = four.engine._caches
+    caches = four.engine.runner.caches
     for pool in (*caches.target.keys, *caches.target.values, *caches.draft.keys, *caches.draft.values):
         assert is_split(pool) == (kv_heads % DEVICES == 0)
         copies = [np.asarray(shard.data) for shard in pool.addressable_shards]

@@ -44,6 +44,6 @@ def test_projections_are_transposed_and_nothing_else(tmp_path, raw):
 @pytest.mark.skipif(jax.default_backend() != "cpu" or jax.device_count() < 2, reason="needs 2 CPU devices")
 def test_one_cpu_wants_them_so_and_several_do_not(tmp_path):
     folder = write_model(tmp_path, TARGET, 0)
-    one, two = (LLM(folder, max_num_seqs=1, tensor_parallel_size=n).engine.params[0] for n in (1, 2))
+    one, two = (LLM(folder, max_num_seqs=1, tensor_parallel_size=n).engine.runner.params[0] for n in (1, 2))
     assert any(isinstance(leaf, Transposed) for leaf in by_name(one).values())
     assert not any(isinstance(leaf, Transposed) for leaf in by_name(two).values())

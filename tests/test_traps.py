@@ -31,7 +31,7 @@ PAGE = 8
 @pytest.fixture(autouse=True)
 def fresh_compiles():
     """A compiled step does not notice that the code behind it was patched."""
-    every = (steps.draft, steps.verify, steps.prefill)
+    every = (steps.greedy_round, steps.prefill)
     for compiled in every:
         compiled.clear_cache()
     yield
@@ -201,32 +201,25 @@ def test_drafter_context_holds_features_and_nothing_of_the_block(plain):
     llm = golden_llm(PAIR, page_size=PAGE, max_num_seqs=1)
     engine, text = llm.engine, CASE["input_ids"] + CASE["output_ids"]
     kept = {}
-    verify, commit = steps.verify, steps.commit
+    greedy_round = steps.greedy_round
 
     lengths = itertools.cycle([1] * plain + [BLOCK])
 
-    def spy_verify(params, slots, caches, tables, block, **static):
-        hidden, caches = verify(params, slots, caches, tables, block, **static)
-        if block is None:
-            return hidden, caches
-        kept["full"], kept["sliding"] = map(np.asarray, (tables.full[0], tables.sliding[0]))
-        kept["keys"], kept["places"] = [np.asarray(k) for k in caches.draft.keys], caches.draft.places
-        return hidden, caches
-
-    def spy_commit(*arguments, **static):
-        slots, controls, emitted = commit(*arguments, **static)
-        if arguments[5] is not None:  # the block
+    def spy(params, slots, caches, tables, **static):
+        slots, caches, emitted = greedy_round(params, slots, caches, tables, **static)
+        if static["length"] > 1:
+            kept["full"], kept["sliding"] = map(np.asarray, (tables.full[0], tables.sliding[0]))
+            kept["keys"], kept["places"] = [np.asarray(k) for k in caches.draft.keys], caches.draft.places
             kept["length"] = int(slots.length[0])
-        return slots, controls, emitted
+        return slots, caches, emitted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "verify", spy_verify)
-        patch.setattr(steps, "commit", spy_commit)
+        patch.setattr(steps, "greedy_round", spy)
         patch.setattr(engine, "_round_length", lambda *_: next(lengths))
         llm.generate(prompt(*CASE["input_ids"]), greedy(40))
 
     length = kept["length"]
-    target, draft = steps.bind(engine.params, engine.spec)
+    target, draft = steps.bind(engine.runner.params, engine.spec)
 
     @jax.jit
     def context(tokens):
@@ -256,9 +249,9 @@ def test_drafter_context_holds_features_and_nothing_of_the_block(plain):
 )
 def test_taps_and_masks_are_part_of_the_compile_key(monkeypatch, other):
     golden_llm(PAIR, max_num_seqs=1).generate(prompt(5), greedy(4))
-    before = steps.draft._cache_size()
+    before = steps.greedy_round._cache_size()
     golden_llm(PAIR, max_num_seqs=1).generate(prompt(6), greedy(4))
-    assert steps.draft._cache_size() == before
+    assert steps.greedy_round._cache_size() == before
     patch_config(monkeypatch, other)
     golden_llm(PAIR, max_num_seqs=1).generate(prompt(5), greedy(4))
-    assert steps.draft._cache_size() == before + 1
+    assert steps.greedy_round._cache_size() == before + 1

@@ -174,7 +174,7 @@ def _measure_all(
         for config in configs:
             budget = round_report.kv_budget(target, draft, config)
             engine = RoundEngine(model, drafter, mesh=mesh, config=config)
-            engine.num_accepted_tokens = args.num_accepted_tokens
+            engine.keep(args.num_accepted_tokens)
             for cell in cells:
                 yield _row(args, engine, cell, "decode", bandwidth, budget)
             for context in args.context if args.prefill else []:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -77,12 +76,9 @@ class RoundEngine(Engine):
     has kept. Rounds begin when the prompts of all sequences are in the cache.
     """
 
-    num_accepted_tokens: int | None = None  # drafts that each round keeps; None keeps what agrees
-
-    def _commit_step(self) -> Callable[..., tuple[Slots, Controls | None, Emitted]]:
-        if self.num_accepted_tokens is None:
-            return super()._commit_step()
-        return partial(commit_exactly, count=self.num_accepted_tokens + 1)
+    def keep(self, num_accepted_tokens: int) -> None:
+        """From now on each round keeps so many drafts, whether they agree or not."""
+        self.runner.commit_step = partial(commit_exactly, count=num_accepted_tokens + 1)
 
     def _reserve_rounds(self) -> tuple[list[Running], list[Sequence]]:
         if all(running.is_prefilled for running in self.scheduler.running):
@@ -91,7 +87,7 @@ class RoundEngine(Engine):
 
     def settle(self) -> None:
         """Wait for what is enqueued; it stays unread."""
-        jax.block_until_ready((self._slots, self._caches))
+        jax.block_until_ready((self.runner.slots, self.runner.caches))
 
 
 @dataclass(frozen=True)

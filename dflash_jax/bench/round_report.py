@@ -25,7 +25,7 @@ def weight_bytes(engine: Engine) -> dict[str, int]:
         `target` with its head; with a drafter `draft`, and `draft_head` for its own pass over a head. Of an embedding a
         round reads a few rows, which are left out.
     """
-    target, draft = engine.params
+    target, draft = engine.runner.params
     head = target.get("lm_head", target["embed_tokens"])
     layers = {name: value for name, value in target.items() if name not in ("lm_head", "embed_tokens")}
     found = {"target": _on_first_device(layers) + _on_first_device(head)}

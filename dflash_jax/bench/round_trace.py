@@ -27,7 +27,7 @@ PARTS = (
     ("prefill", re.compile(r"jit_prefill|jit\(prefill\)")),
     ("head", re.compile(r"DraftModel\.tokens|\.logits|logits_of|jit[_(]commit.*(cublas|nvjet)")),
     ("draft_context", re.compile(r"write_context")),
-    ("draft", re.compile(r"jit_draft|jit\(draft\)|DraftModel")),
+    ("draft", re.compile(r"jit_draft|jit\(draft\)|/draft/|DraftModel")),
     ("sampling", re.compile(r"jit_commit|jit\(commit\)")),
     ("verify_other", re.compile(r"add_norm(?!.*dot)")),  # products stand in its scope
     (
@@ -35,9 +35,11 @@ PARTS = (
         re.compile(r"paged_attention|write_kv|BKGTs|layers_\d+/(?!mlp|self_attn)\S*(pallas|mosaic)", re.IGNORECASE),
     ),
     ("verify_gemm", re.compile(r"dot|gemm|cublas|cutlass|nvjet|matmul|splitk|pallas|mosaic", re.IGNORECASE)),
-    ("verify_other", re.compile(r"jit_verify|jit\(verify\)|TargetModel")),
+    ("verify_other", re.compile(r"jit_verify|jit\(verify\)|/verify/|TargetModel")),
 )
 OTHER = "other"
+# Where in a program an operation was written, as far as that says of what step it is.
+STEPS = ("write_context", "/draft/", "/verify/", "jit(commit)")
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ def account(folder: Path, rounds: int) -> dict[str, Any] | None:
     scopes = Scopes(kernels)
     parts: defaultdict[str, float] = defaultdict(float)
     by_name: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for kernel in kernels:
-        scope, length = scopes.of(kernel), (kernel.end - kernel.start) / 1e6
+    for kernel, scope in zip(kernels, scopes.of_all(kernels), strict=True):
+        length = (kernel.end - kernel.start) / 1e6
         part = part_of(kernel, scope)
         parts[part] += length / rounds
         by_name[part, kernel.name, re.sub(r"layers_\d+", "layers_*", scope)].append(length)
@@ -158,6 +160,16 @@ class Scopes:
     def of(self, kernel: Kernel) -> str:
         """`jit(verify)/TargetModel/layers_3/mlp/dot_general`, or nothing if it is not known."""
         return self._tables.get(kernel.module, {}).get(as_symbol(kernel.operation), kernel.scope)
+
+    def of_all(self, kernels: Sequence[Kernel]) -> list[str]:
+        """Of kernels by start. A library's products bear no operation's name: theirs is the step of what runs next."""
+        found, step = [], ""
+        for kernel in reversed(kernels):
+            scope = self.of(kernel)
+            if scope:
+                step = next((name for name in STEPS if name in scope), "")
+            found.append(scope or (step if kernel.module else ""))
+        return found[::-1]
 
 
 def as_symbol(operation: str) -> str:

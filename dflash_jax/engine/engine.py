@@ -10,42 +10,34 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.checkpoint.loader import Params
 from dflash_jax.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_jax.core import EngineStats
-from dflash_jax.engine import round as steps
 from dflash_jax.engine.adaptive import BlockLengths, RoundClock
-from dflash_jax.engine.constraints import fill_masks
-from dflash_jax.engine.controls import bits_of, controls_of, empty_controls, set_controls
 from dflash_jax.engine.in_flight import InFlight, ScoreInFlight
-from dflash_jax.engine.inputs import SamplerRows, chunk_of, mode_of_all, slots_of, tables_of, uses_controls
-from dflash_jax.engine.memory import log_capacity, make_caches, plan_layout
+from dflash_jax.engine.inputs import chunk_of, masks_of, mode_of_all, slots_of, tables_of
+from dflash_jax.engine.memory import log_capacity, plan_layout
 from dflash_jax.engine.model import Model
 from dflash_jax.engine.outputs import EmissionCounts, take_emitted, take_prompt_logprobs
+from dflash_jax.engine.runner import ModelRunner
 from dflash_jax.engine.scheduler import Running, Scheduler
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.shapes import Shapes
 from dflash_jax.engine.sharding import Mesh
 from dflash_jax.engine.state import (
-    CONTROLLED_MODES,
     DEFERRED,
-    Controls,
     Emitted,
-    Sampler,
-    Slots,
     StepSpec,
     Tables,
 )
-from dflash_jax.engine.warmup import compile_counter, compile_steps
+from dflash_jax.engine.warmup import compile_counter
 from dflash_jax.errors import QueueFullError
-from dflash_jax.models.quantized import quantize_draft
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +51,6 @@ class Engine:
         self.target, self.draft = target, draft
         self.mesh, self.config = mesh, config
         self.spec = StepSpec(target.config, draft_config, config.num_speculative_tokens + 1, mesh.mesh)
-        self.params = (target.params, draft.params if draft else {})
-        peers = mesh.peers(config.dtype.itemsize * max(m.config.hidden_size for m in (target, draft) if m))
-        self._beside = {} if peers is None else {"peers": peers}
-        self._hand_over()
         self.layout = plan_layout(target.config, draft_config, config)
         log_capacity(target.config, draft_config, self.layout, config)
         self.shapes = Shapes.of(
@@ -76,16 +64,15 @@ class Engine:
         self.scheduler = Scheduler(self.layout, config.max_num_seqs)
         self.lengths = BlockLengths(self.shapes.lengths, config.max_num_seqs) if config.adaptive_speculation else None
         self._emissions = EmissionCounts()
-        self._make_state()
+        self.runner = ModelRunner(target, draft, mesh=mesh, config=config, spec=self.spec, layout=self.layout)
+        self._forget_steps()
         self._compiled_at_start = compile_counter().count
         if mesh.is_accelerator if config.compile_at_start is None else config.compile_at_start:
             self.compile()
 
     def compile(self) -> None:
         """Compile every step for every shape that can come up, and start to count what is compiled after that."""
-        state = (self._flat_params, self._shared, self._slots, self._caches, self._controls, self._device_sampler())
-        programs = compile_steps(*state, spec=self.spec, shapes=self.shapes)
-        logger.info("compiled %d programs", programs)
+        logger.info("compiled %d programs", self.runner.compile(self.shapes))
         self._compiled_at_start = compile_counter().count
 
     @property
@@ -93,26 +80,11 @@ class Engine:
         """Programs that the process has compiled since the engine was ready."""
         return compile_counter().count - self._compiled_at_start
 
-    def _make_state(self) -> None:
-        """What lives on the device beside the parameters, empty; and nothing in flight."""
-        slots, vocab_size = self.config.max_num_seqs, self.spec.target.vocab_size
-        scales = (self.target.kv_scales, self.draft.kv_scales if self.draft else None)
-        self._caches = make_caches(self.spec.target, self.spec.draft, self.layout, self.config, self.mesh, scales)
-        self._slots: Slots = self.mesh.replicate(Slots(jnp.zeros((slots, 3), jnp.int32)))
-        self._controls: Controls = self.mesh.replicate(empty_controls(slots, vocab_size))
-        self._sampler_rows = SamplerRows(slots, vocab_size)
-        self._sampler: Sampler | None = None
+    def _forget_steps(self) -> None:
+        """Nothing is in flight."""
         self._in_flight: deque[InFlight | ScoreInFlight] = deque()
         self._follows_prefill = True
         self._clock = RoundClock()
-
-    def _hand_over(self) -> None:
-        """The parameters in the form that steps take them in."""
-        target, draft = self.params
-        self._flat_params = steps.FlatParams.of(({**target, **self._beside}, draft))
-        # What steps need that run no layer of the target: each array handed to a step costs the host time.
-        outside = {name: value for name, value in target.items() if not name.startswith("layers_")}
-        self._shared = ({**outside, **self._beside}, draft)
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue sequences, all or none.
@@ -156,10 +128,7 @@ class Engine:
         """
         if not self.is_idle:
             raise RuntimeError("an engine at work keeps its drafter; wait until it is idle.")
-        if self.spec.draft is not None and self.config.draft_quantization is not None:
-            params = quantize_draft(params, self.spec.draft, self.params[0], self.mesh.place)
-        self.params = (self.params[0], params)
-        self._hand_over()
+        self.runner.replace_draft(params)
         self.scheduler.flush_cache()
 
     @property
@@ -207,11 +176,7 @@ class Engine:
         now = time.perf_counter()
         for running in self.scheduler.admit():
             running.sequence.started = running.sequence.started or now
-            self._sampler_rows.put(running.slot, running.sequence)
-            self._sampler = None
-            if uses_controls(running.sequence):
-                own = controls_of(running.sequence, self.spec.target.vocab_size)
-                self._controls = set_controls(self._controls, np.int32(running.slot), own)
+            self.runner.start(running.slot, running.sequence)
             if self.lengths is not None:
                 self.lengths.forget(running.slot)
         self._enqueue_chunk()
@@ -225,8 +190,8 @@ class Engine:
         ran = self.scheduler.requeue()
         if not ran and not self._in_flight:
             ran = list(self.scheduler.waiting)[:1]  # who could not even be admitted
-        del self._caches, self._in_flight  # before there are new ones: memory may be short
-        self._make_state()
+        self._forget_steps()
+        self.runner.reset()
         for sequence in ran:
             if sequence.suspect or len(ran) == 1:
                 self.scheduler.drop(sequence)
@@ -246,15 +211,12 @@ class Engine:
         pending = pending[:rows]
         tables = tables_of(self.scheduler, pending, rows, self._table_width(pending))
         chunk = chunk_of(pending, rows, width, tables)
-        self._slots, self._caches, last, before = steps.prefill(
-            self._flat_params, self._slots, self._caches, chunk, spec=self.spec
-        )
+        last, before = self.runner.prefill(chunk)
         self._follows_prefill = True
         if is_scored:
             following = first.text[first.prefilled + 1 : first.prefilled + 1 + width]
             padded = np.array([[*following, *[0] * (width - len(following))]], np.int32)
-            scored = steps.score(self._flat_params, self._caches.target, chunk, before, padded, spec=self.spec)
-            self._push(ScoreInFlight(first, first.prefilled, scored))
+            self._push(ScoreInFlight(first, first.prefilled, self.runner.score(chunk, before, padded)))
         for running in pending:
             running.prefilled = min(running.prefilled + width, len(running.text))
             self.scheduler.remember(running)
@@ -285,26 +247,23 @@ class Engine:
         return [r for r in rounds if r.may_emit] if was_short else rounds, changed
 
     def _enqueue_round(self, rounds: list[Running]) -> list[Sequence]:
-        """Draft, verify and commit; returns the sequences that changed on the way."""
+        """Draft, verify and commit, at once if it can be; returns the sequences that changed on the way."""
         rows, compiled = self.shapes.batch(len(rounds)), compile_counter().count
         length = self._round_length(rounds, rows)
-        tables = tables_of(self.scheduler, rounds, rows, self._table_width(rounds))
-        if self.mesh.mesh.size > 1:  # once, not with each step; to one device that is no faster
-            tables = self.mesh.replicate(tables)
-        block = None
+        tables = self.runner.place(tables_of(self.scheduler, rounds, rows, self._table_width(rounds)))
         if self.spec.block > 1:
             self._defer_or_catch_up(rounds, tables, is_drafted=length > 1)
-        if length > 1:
-            block, cache = steps.draft(self._shared, self._slots, self._caches.draft, tables, spec=self.spec)
-            self._caches = self._caches.with_draft(cache)
-        hidden, self._caches = steps.verify(
-            self._flat_params, self._slots, self._caches, tables, block, spec=self.spec, length=length
-        )
         changed = []
-        if any(r.sequence.constraint for r in rounds):
-            # A mask depends on every token before it, so the rounds before this one are read while it computes.
-            changed = self._read(len(self._in_flight))
-        emitted = self._commit(rounds, rows, hidden, block)
+        mode, _ = mode_of_all([r.sequence for r in rounds])
+        if mode == "greedy":
+            emitted = self.runner.greedy_round(tables, length)
+        else:
+            block = self.runner.draft(tables) if length > 1 else None
+            hidden = self.runner.verify(tables, block, length)
+            if mode == "constrained":
+                # A mask depends on every token before it, so the rounds before this one are read while it computes.
+                changed = self._read(len(self._in_flight))
+            emitted = self._commit(rounds, rows, hidden, block)
         for running in rounds:
             running.in_flight += 1
         is_timed = not self._follows_prefill and compile_counter().count == compiled
@@ -318,11 +277,7 @@ class Engine:
         if most == DEFERRED or (is_drafted and most):
             deferred = np.zeros(len(tables.packed), np.int32)
             deferred[: len(rounds)] = [r.deferred for r in rounds]
-            caches = self._caches
-            after = steps.catch_up(
-                self._shared, self._slots, caches.draft, caches.features, tables, deferred, spec=self.spec
-            )
-            self._caches = caches.with_draft(after)
+            self.runner.catch_up(tables, deferred)
             for running in rounds:
                 running.deferred = 0
         for running in rounds:
@@ -340,37 +295,8 @@ class Engine:
         mode, with_logprobs = mode_of_all([r.sequence for r in running if r])
         allowed = None
         if mode == "constrained":
-            allowed = self._masks(running, rows, hidden.shape[1], block)
-        uses = mode in CONTROLLED_MODES
-        state = (self._slots, self._controls if uses else None)
-        given = (slots, hidden, block, self._device_sampler(), allowed)
-        static = {"spec": self.spec, "mode": mode, "with_logprobs": with_logprobs}
-        self._slots, controls, emitted = self._commit_step()(self._shared[0], *state, *given, **static)
-        if controls is not None:
-            self._controls = controls
-        return emitted
-
-    def _commit_step(self) -> Callable[..., tuple[Slots, Controls | None, Emitted]]:
-        """The last step of a round; benchmarks have one of their own."""
-        return steps.commit
-
-    def _masks(self, running: Seq[Running | None], rows: int, length: int, block: jax.Array | None) -> np.ndarray:
-        """Bits of the tokens that each row may emit [B, T, X]."""
-        allowed = np.full((rows, length, -(-self.spec.target.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
-        drafts = np.zeros((rows, 1), np.int32) if block is None else np.asarray(block)
-        batch = []
-        for row, sequence in enumerate(r.sequence if r else None for r in running):
-            if sequence is not None and sequence.constraint is not None:
-                if sequence.params.allowed_token_ids is not None:  # so that bad words leave something of these
-                    allowed[row] = bits_of(sequence.params.allowed_token_ids, allowed.shape[-1])
-                batch.append((sequence.constraint, allowed[row], drafts[row, 1:length].tolist()))
-        fill_masks(batch)
-        return allowed
-
-    def _device_sampler(self) -> Sampler:
-        if self._sampler is None:
-            self._sampler = self.mesh.replicate(self._sampler_rows.snapshot())
-        return self._sampler
+            allowed = masks_of(running, rows, hidden.shape[1], block, self.spec.target.vocab_size)
+        return self.runner.commit(slots, hidden, block, allowed, mode=mode, with_logprobs=with_logprobs)
 
     def _push(self, step: InFlight | ScoreInFlight) -> None:
         for array in jax.tree.leaves(step.emitted if isinstance(step, InFlight) else step.scored):

@@ -7,7 +7,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import UInt32
 
+from dflash_jax.engine.constraints import fill_masks
+from dflash_jax.engine.controls import bits_of
 from dflash_jax.engine.scheduler import Running, Scheduler
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.state import MODES, Chunk, Sampler, SamplingMode, Tables
@@ -97,6 +100,22 @@ def slots_of(running: Seq[Running | None], rows: int, *, padding: int) -> np.nda
     slots = np.full(rows, padding, np.int32)
     slots[: len(running)] = [padding if r is None else r.slot for r in running]
     return slots
+
+
+def masks_of(
+    running: Seq[Running | None], rows: int, length: int, block: jax.Array | None, vocab_size: int
+) -> UInt32[np.ndarray, "B T X"]:
+    """Bits of the tokens that each row may emit; waits for the block to be drafted."""
+    allowed = np.full((rows, length, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+    drafts = np.zeros((rows, 1), np.int32) if block is None else np.asarray(block)
+    batch = []
+    for row, sequence in enumerate(r.sequence if r else None for r in running):
+        if sequence is not None and sequence.constraint is not None:
+            if sequence.params.allowed_token_ids is not None:  # so that bad words leave something of these
+                allowed[row] = bits_of(sequence.params.allowed_token_ids, allowed.shape[-1])
+            batch.append((sequence.constraint, allowed[row], drafts[row, 1:length].tolist()))
+    fill_masks(batch)
+    return allowed
 
 
 def chunk_of(pending: list[Running], rows: int, width: int, tables: Tables) -> Chunk:

@@ -1,15 +1,17 @@
 """The compiled steps: prefill a chunk of prompts, and those of a round: [catch up -> draft ->] verify -> commit.
 
 Each takes parameters as plain pytrees, donates the state that it changes, and reads nothing back to the host. A round
-is several steps and not one so that each is compiled for no more shapes than it depends on (page tables matter to all
-but the last, sampling options to that), and so that the host can mask the block's rows for a grammar while the target
-verifies it. They are enqueued together; the device goes from one to the next without waiting for the host.
+is one step where all of its sequences are greedy (`greedy_round`). Else it is several, so that each is compiled for no
+more shapes than it depends on (page tables matter to all but the last, sampling options to that), and so that the host
+can mask the block's rows for a grammar while the target verifies it. They are enqueued together; the device goes from
+one to the next without waiting for the host.
 
 Source of the rules: arXiv 2602.06036 section 4.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -161,7 +163,7 @@ def commit(
     rows: Int[Array, " B"],
     hidden: Float[Array, "B T D"],
     block: Int[Array, "B G"] | None,
-    sampler: Sampler,
+    sampler: Sampler | None,
     allowed: UInt32[Array, "B T X"] | None,
     *,
     spec: StepSpec,
@@ -177,7 +179,7 @@ def commit(
         rows: slots of the B sequences; beyond the last one for a row that takes no part.
         hidden: what `verify` or `prefill` returned.
         block: what `draft` returned; None without drafts.
-        sampler: of all slots.
+        sampler: of all slots; None for mode "greedy".
         allowed: bits of the tokens that each row may emit (X words of 32), for mode "constrained" alone.
         spec: static.
         mode: static; what the most demanding of the sequences needs.
@@ -193,6 +195,7 @@ def commit(
     logits = target.logits(hidden)
     processed = logits
     if controls is not None:
+        assert own_sampler is not None
         processed = process(logits, drafts, own.emitted, own_sampler, rows_of(controls, rows), allowed)
     positions = own.length[:, None] + 1 + jnp.arange(length)
     tokens, scores = sample(processed, positions, own_sampler, mode, target.devices)
@@ -206,6 +209,45 @@ def commit(
         controls = count_emitted(controls, rows, tokens, taken)
     logprobs = logprobs_of(logits, tokens) if with_logprobs else None
     return spec.replicate((slots, controls, Emitted.of(tokens, jnp.where(broken, -1, count), logprobs)))
+
+
+@partial(
+    jax.jit,
+    static_argnames=("spec", "length", "commit"),
+    donate_argnames=("slots", "caches"),
+    compiler_options=COMPILER_OPTIONS,
+)
+def greedy_round(
+    params: FlatParams,
+    slots: Slots,
+    caches: Caches,
+    tables: Tables,
+    *,
+    spec: StepSpec,
+    length: int,
+    commit: Callable[..., tuple[Slots, None, Emitted]],
+) -> tuple[Slots, Caches, Emitted]:
+    """Draft, verify and commit at once, for sequences that are all greedy: the host starts one program, not three.
+
+    Args:
+        params: the target's and the drafter's.
+        slots: all slots; donated.
+        caches: donated.
+        tables: of the B sequences that take part.
+        spec: static.
+        length: static; tokens to verify, 1 without drafting.
+        commit: static; the step of that name, or what a benchmark has for it.
+    """
+    both, block = params.unflatten(), None
+    if length > 1:
+        with jax.named_scope("draft"):
+            block, cache = plain(draft)(both, slots, caches.draft, tables, spec=spec)
+        caches = caches.with_draft(cache)
+    with jax.named_scope("verify"):
+        hidden, caches = plain(verify)(params, slots, caches, tables, block, spec=spec, length=length)
+    given = (tables.rows, hidden, block, None, None)
+    slots, _, emitted = commit(both[0], slots, None, *given, spec=spec, mode="greedy", with_logprobs=False)
+    return slots, caches, emitted
 
 
 @partial(jax.jit, static_argnames="spec", donate_argnames=("slots", "caches"), compiler_options=COMPILER_OPTIONS)
@@ -251,6 +293,12 @@ def score(
     blocks = hidden.reshape(-1, rows, hidden.shape[-1]), following.reshape(-1, rows)
     scored = jax.lax.map(one, blocks)
     return spec.replicate(jax.tree.map(lambda array: array.reshape(1, -1, *array.shape[3:]), scored))
+
+
+def plain(step: Any) -> Callable[..., Any]:
+    """What a compiled step is made of: inside another one, it cannot have compiler options of its own."""
+    function: Callable[..., Any] = step.__wrapped__
+    return function
 
 
 def bind(params: tuple[Params, Params], spec: StepSpec) -> tuple[TargetModel, DraftModel | None]:

@@ -19,7 +19,7 @@ from dflash_jax.models.parallel import Devices, likeliest
 def sample(
     logits: Float[Array, "B T V"],
     positions: Int[Array, "B T"],
-    sampler: Sampler,
+    sampler: Sampler | None,
     mode: SamplingMode,
     devices: Devices | None = None,
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
@@ -28,12 +28,13 @@ def sample(
     Args:
         logits: the target's, after penalties and masks, float32.
         positions: of the tokens to be chosen (one beyond the rows' own).
-        sampler: parameters of the B sequences.
+        sampler: parameters of the B sequences; None for mode "greedy".
         mode: greedy ignores temperatures, random ignores top-k and top-p.
         devices: that share the vocabulary.
     """
     if mode == "greedy":
         return likeliest(logits, devices)
+    assert sampler is not None
     is_greedy = (sampler.temperature == 0)[:, None]
     scaled = logits / jnp.where(is_greedy, 1.0, sampler.temperature[:, None])[..., None]
     scaled = keep_min_p(scaled, sampler.min_p)

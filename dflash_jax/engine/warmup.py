@@ -96,8 +96,8 @@ def compile_steps(
         return Tables(packed)
 
     state = (params, slots, caches)
-    commits = {(rows, length) for rows, length in product(shapes.batches, shapes.lengths)}
-    commits |= {(rows, 1) for rows, _ in shapes.prefills()}
+    after_rounds = set(product(shapes.batches, shapes.lengths))
+    after_prefills = {(rows, 1) for rows, _ in shapes.prefills()}
     jobs: list[Job] = []
     for pages in shapes.tables:
         for rows in shapes.batches:
@@ -106,10 +106,10 @@ def compile_steps(
                 jobs.append(partial(_compile, steps.draft, shared, slots, caches.draft, table, spec=spec))
                 late = (shared, slots, caches.draft, caches.features, table, _zeros(rows))
                 jobs.append(partial(_compile, steps.catch_up, *late, spec=spec))
-            jobs += (
-                partial(_compile, steps.verify, *state, table, block(rows, length), spec=spec, length=length)
-                for length in shapes.lengths
-            )
+            for length in shapes.lengths:
+                static = {"spec": spec, "length": length}
+                jobs.append(partial(_compile, steps.verify, *state, table, block(rows, length), **static))
+                jobs.append(partial(_compile, steps.greedy_round, *state, table, **static, commit=steps.commit))
         for rows, tokens in shapes.prefills():
             plane, column = _zeros(rows, tokens), _zeros(rows)
             chunk = Chunk(plane, plane, column, column, column, Tables(_zeros(rows, 2 * pages + 2)))
@@ -117,13 +117,15 @@ def compile_steps(
             if rows == 1:
                 scored = (params, caches.target, chunk, hidden(1, tokens), plane)
                 jobs.append(partial(_compile, steps.score, *scored, spec=spec))
-    for (rows, length), (mode, with_logprobs) in product(sorted(commits), COMMIT_MODES):
+    for (rows, length), (mode, with_logprobs) in product(sorted(after_rounds | after_prefills), COMMIT_MODES):
+        if mode == "greedy" and (rows, length) not in after_prefills:
+            continue  # part of `greedy_round`
         used = controls if mode in CONTROLLED_MODES else None
         words = -(-spec.target.vocab_size // 32)
         allowed = _zeros(rows, length, words, dtype=np.uint32) if mode == "constrained" else None
-        arguments = (shared[0], slots, used, _zeros(rows), hidden(rows, length), block(rows, length), sampler, allowed)
-        static = {"spec": spec, "mode": mode, "with_logprobs": with_logprobs}
-        jobs.append(partial(_compile, steps.commit, *arguments, **static))
+        given = (hidden(rows, length), block(rows, length), None if mode == "greedy" else sampler, allowed)
+        options = {"spec": spec, "mode": mode, "with_logprobs": with_logprobs}
+        jobs.append(partial(_compile, steps.commit, shared[0], slots, used, _zeros(rows), *given, **options))
     row = jax.tree.map(lambda array: np.zeros(array.shape[1], array.dtype), controls)
     jobs.append(partial(_compile, set_controls, controls, np.int32(0), row))
     with ThreadPoolExecutor(os.cpu_count()) as pool:

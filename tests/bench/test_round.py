@@ -15,7 +15,7 @@ from dflash_jax.bench import round_report
 from dflash_jax.bench.__main__ import main
 from dflash_jax.bench.round_engine import RoundEngine, decode, finish, keep_exactly, random_sequences
 from dflash_jax.bench.round_models import PRESETS, configs_of, drafter_of, random_params
-from dflash_jax.bench.round_trace import Kernel, kernels_of, part_of, spans
+from dflash_jax.bench.round_trace import Kernel, Scopes, kernels_of, part_of, spans
 from dflash_jax.config import EngineArgs, EngineConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.model import Model
@@ -141,7 +141,7 @@ def engine_of(kind, number, **options):
 def test_keeping_no_draft_is_greedy_decoding():
     """So the forced state is right: anchors, lengths, and what the host is told."""
     forced, free = engine_of(RoundEngine, 2), engine_of(Engine, 2)
-    forced.num_accepted_tokens = 0
+    forced.keep(0)
     outputs = []
     for engine in (forced, free):
         sequences = random_sequences(2, 20, 12, 512)
@@ -155,13 +155,13 @@ def test_keeping_no_draft_is_greedy_decoding():
 
 def test_rounds_begin_together_and_keep_their_place():
     engine = engine_of(RoundEngine, 3, max_num_batched_tokens=16)  # prompts of several chunks, one after another
-    engine.num_accepted_tokens = 2
+    engine.keep(2)
     sequences = random_sequences(3, 40, 64, 512)
     rounds = decode(engine, sequences, warmup=1, rounds=4)
     assert (rounds.kept, rounds.num_tokens, rounds.compiles) == ((3,), 3 * 4 * 3, 0)
     assert {len(s.output.token_ids) for s in sequences} == {1 + 5 * 3}
     ahead = 3  # one round is in flight
-    assert engine._slots.length.tolist() == [40 + 5 * 3 + ahead] * 3
+    assert engine.runner.slots.length.tolist() == [40 + 5 * 3 + ahead] * 3
     finish(engine, sequences)
     engine.scheduler.check_integrity()
 
@@ -272,6 +272,10 @@ def test_no_preset_is_left_out():
         ("jit(commit)/TargetModel.logits/btd,vd->btv/dot_general", "nvjet", "head"),
         ("jit(commit)/reduce", "reduce", "sampling"),
         ("jit(verify)/TargetModel/layers_0/add", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "all_reduce"),
+        ("jit(greedy_round)/draft/TargetModel.embed/gather", "fusion", "draft"),
+        ("jit(greedy_round)/verify/TargetModel.embed/gather", "fusion", "verify_other"),
+        ("jit(greedy_round)/verify/DraftModel.write_context/dot_general", "nvjet", "draft_context"),
+        ("jit(greedy_round)/jit(commit_exactly)/keep_exactly/scatter", "fusion", "forcing"),
         ("jit(commit_exactly)/keep_exactly/scatter", "fusion", "forcing"),
         ("jit(commit_exactly)/jit(commit)/reduce", "reduce", "sampling"),
         ("", "MemcpyD2H", "copies"),
@@ -281,6 +285,33 @@ def test_no_preset_is_left_out():
 def test_parts(scope, name, part):
     module = scope.split("/")[0].replace("(", "_").rstrip(")")
     assert part_of(Kernel(name, module, "op.1", "", 0, 1), scope) == part
+
+
+def test_products_without_a_name_are_of_the_step_of_what_runs_next():
+    scopes = [
+        "draft/norm",
+        "",
+        "draft/add",
+        "",
+        "verify/write_context/norm",
+        "",
+        "verify/add",
+        "",
+        "jit(commit)/reduce",
+    ]
+    scopes = [f"jit(greedy_round)/{scope}" if scope else "" for scope in scopes]
+    kernels = [
+        Kernel("kernel" if scope else "nvjet", "jit_greedy_round", "op.1", scope, i, i + 1)
+        for i, scope in enumerate(scopes)
+    ]
+    kernels.append(Kernel("MemcpyD2H", "", "", "", 10, 11))
+    found = Scopes(kernels).of_all(kernels)
+    assert [part_of(kernel, scope) for kernel, scope in zip(kernels, found, strict=True)] == [
+        *["draft"] * 3,
+        *["draft_context"] * 2,
+        *["verify_gemm", "verify_other"],
+        *["head", "sampling", "copies"],
+    ]
 
 
 def test_spans():

@@ -10,9 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax import LLM
+from dflash_jax.engine import round as steps
+from dflash_jax.engine.state import Tables
 from pallas_kernels import Rotary, paged_attention, write_kv
 from tests.kernels.cases import BF16, PAGE_DTYPES, cuda_lowering
 from tests.kernels.conftest import ATTENTION, ON_GPU
+from tests.pairs import DRAFT, TARGET, write_model
 
 B, T, N, K, S, H, M, P = 2, 4, 8, 2, 64, 128, 3, 11
 LAYERS = 3
@@ -76,6 +80,23 @@ def test_no_pool_is_copied(attention, dtype):
     written, _ = compiled(*arguments)
     assert all(x.is_deleted() for x in jax.tree.leaves(arguments[0]))
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(written)] == where
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("length", [1, 6])
+def test_no_pool_is_copied_in_a_round_of_the_engine(tmp_path, length):
+    wide = {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "dtype": "bfloat16"}
+    raw = DRAFT | wide | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+    folders = write_model(tmp_path / "target", TARGET | wide, 0), write_model(tmp_path / "draft", raw, 1)
+    engine = LLM(*folders, max_num_seqs=64, num_speculative_tokens=5, compile_at_start=False).engine
+    slots, caches = engine.runner.slots, engine.runner.caches
+    params = steps.FlatParams.of(engine.runner.params)
+    tables = Tables(np.zeros((2, 2 * engine.layout.table_width + 2), np.int32))
+    static = {"spec": engine.spec, "length": length, "commit": steps.commit}
+    analysis = steps.greedy_round.lower(params, slots, caches, tables, **static).compile().memory_analysis()
+    pools = [leaf.nbytes for leaf in jax.tree.leaves((caches.target, caches.draft))]
+    assert analysis.alias_size_in_bytes >= sum(pools)
+    assert analysis.temp_size_in_bytes < min(pools) / 2
 
 
 @pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=lambda d: jnp.dtype(d).name)
