@@ -28,7 +28,7 @@ from dflash_jax.core import SEED_LIMIT, CompletionOutput, Prompt, SamplingParams
 from dflash_jax.engine.constraints import Constraints
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.memory import explain_out_of_memory
-from dflash_jax.engine.model import Model, quantized
+from dflash_jax.engine.model import Model, narrowed, quantized
 from dflash_jax.engine.request import Request, cache_salt_of, check_params, tokenize
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.sharding import Mesh
@@ -153,7 +153,8 @@ def _load(
 def _load_draft(folder: Path, draft: DraftConfig, target: Model, config: EngineConfig, mesh: Mesh) -> Model:
     """A drafter from its folder; what it was quantised from is gone when the engine asks how much memory is left."""
     if config.draft_quantization is None:
-        return _load(folder, draft, config, mesh)
+        model = _load(folder, draft, config, mesh)
+        return model if config.draft_dtype == config.dtype else narrowed(model, target, config.draft_dtype)
     return quantized(_load(folder, draft, config, mesh, is_final=False), target, mesh)
 
 

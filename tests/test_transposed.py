@@ -11,7 +11,7 @@ from dflash_jax.config import draft_config, target_config
 from dflash_jax.models.linear import project
 from dflash_jax.models.tables import PROJECTIONS
 from dflash_jax.models.transposed import Transposed, inputs_first
-from tests.pairs import DRAFT, TARGET, write_model
+from tests.pairs import DRAFT, TARGET, greedy, prompt, tokens_of, write_model
 
 
 def by_name(params):
@@ -47,3 +47,34 @@ def test_one_cpu_wants_them_so_and_several_do_not(tmp_path):
     one, two = (LLM(folder, max_num_seqs=1, tensor_parallel_size=n).engine.runner.params[0] for n in (1, 2))
     assert any(isinstance(leaf, Transposed) for leaf in by_name(one).values())
     assert not any(isinstance(leaf, Transposed) for leaf in by_name(two).values())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_products_in_bfloat16_round_both_sides_and_no_sum(rows):
+    rng = np.random.default_rng(0)
+    weight, x = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((64, 48), (1, rows, 64)))
+    found = project(x, Transposed(weight.astype(jnp.bfloat16), (48, 64)))
+    wide = (np.asarray(a.astype(jnp.bfloat16), np.float64) for a in (x, weight))
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, np.matmul(*wide), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of CPUs")
+@pytest.mark.parametrize("draft", [{}, {"draft_vocab_size": 50}], ids=["the target's head", "a head of its own"])
+def test_products_of_a_drafter_are_in_bfloat16_unless_told(tmp_path, draft):
+    target = write_model(tmp_path / "target", TARGET, 0)
+    folders = target, write_model(tmp_path / "draft", DRAFT | draft, 1)
+    narrow, wide = (LLM(*folders, max_num_seqs=1, dtype=dtype) for dtype in ("auto", "float32"))
+    of_target, of_draft = map(by_name, narrow.engine.runner.params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(of_target)} == {jnp.dtype("float32")}
+    for name, leaf in of_draft.items():
+        is_matrix = name.endswith((*(f"['{x}']" for x in PROJECTIONS), "['lm_head']"))
+        values = leaf.values if isinstance(leaf, Transposed) else leaf
+        assert isinstance(leaf, Transposed) == is_matrix == (values.dtype == jnp.bfloat16), name
+    head = by_name(wide.engine.runner.params[1]).get("['lm_head']", wide.engine.runner.params[0].get("lm_head"))
+    np.testing.assert_array_equal(of_draft["['lm_head']"].values, head.T.astype(jnp.bfloat16))
+    assert {leaf.dtype for leaf in jax.tree.leaves(wide.engine.runner.params[1]) if leaf.dtype != jnp.int32} == {
+        jnp.dtype("float32")
+    }
+    outputs = [llm.generate(prompt(5, 6, 7), greedy(30)) for llm in (narrow, wide)]
+    assert tokens_of(outputs[0]) == tokens_of(outputs[1])

@@ -14,8 +14,8 @@ class EngineArgs:
     """Options of `LLM`, `AsyncLLM` and the server.
 
     Attributes:
-        dtype: "auto" (the checkpoint's; float16 and fp8 become bfloat16, and on CPUs all become float32), "float32" or
-            "bfloat16".
+        dtype: "auto" (the checkpoint's; float16 and fp8 become bfloat16, and on CPUs all become float32, but for the
+            matrix products of a drafter, which are in bfloat16 there), "float32" or "bfloat16".
         kv_cache_dtype: "auto" (dtype), "float32", "bfloat16", "fp8_e4m3", "fp8_e5m2" or "fp8" (e4m3).
         draft_kv_cache_dtype: the same of the drafter's keys and values; "auto" takes kv_cache_dtype.
         draft_quantization: "fp8" runs the drafter's matrix products in e4m3, over a copy of the head: faster where the

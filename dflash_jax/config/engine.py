@@ -26,6 +26,7 @@ class EngineConfig:
     """`EngineArgs` resolved against the models: dtypes are dtypes, lengths are numbers."""
 
     dtype: jnp.dtype
+    draft_dtype: jnp.dtype  # of the drafter's matrix products
     kv_cache_dtype: jnp.dtype
     draft_kv_cache_dtype: jnp.dtype
     draft_quantization: str | None  # one of DRAFT_QUANTIZATIONS; None leaves the drafter as it is
@@ -44,13 +45,17 @@ class EngineConfig:
 
     @staticmethod
     def of(args: EngineArgs, target: TargetConfig, draft: DraftConfig | None, *, on_cpu: bool = False) -> EngineConfig:
-        """Resolve the options against the models; on processors without fast bfloat16, "auto" is float32.
+        """Resolve the options against the models.
+
+        On CPUs "auto" is float32, except for the matrix products of a drafter, which never change an output: of its
+        rows, always several, they are faster in bfloat16.
 
         Raises:
             ConfigError: an option is unknown, out of range, or contradicts the models.
         """
         own = "float32" if target.dtype == "float32" or on_cpu else "bfloat16"
         compute = _choose("dtype", args.dtype, DTYPES, own)
+        is_narrow = on_cpu and args.dtype == "auto" and args.tensor_parallel_size == 1
         longest = target.max_position_embeddings if args.max_model_len is None else args.max_model_len
         if not 0 < args.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization={args.gpu_memory_utilization!r} must be in (0, 1].")
@@ -61,6 +66,7 @@ class EngineConfig:
         stored = compute.name if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
         resolved = EngineConfig(
             dtype=compute,
+            draft_dtype=jnp.dtype(jnp.bfloat16) if is_narrow else compute,
             kv_cache_dtype=_choose("kv_cache_dtype", args.kv_cache_dtype, KV_CACHE_DTYPES, stored),
             draft_kv_cache_dtype=_choose("draft_kv_cache_dtype", args.draft_kv_cache_dtype, KV_CACHE_DTYPES, stored),
             draft_quantization=_draft_quantization(args.draft_quantization, draft),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 
 from dflash_jax.checkpoint.loader import KVScales, Params
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.engine.memory import explain_out_of_memory
 from dflash_jax.engine.sharding import Mesh
+from dflash_jax.models import transposed
 from dflash_jax.models.quantized import quantize_draft
 
 
@@ -20,6 +22,11 @@ class Model:
     config: TargetConfig | DraftConfig
     params: Params
     kv_scales: KVScales | None
+
+
+def narrowed(draft: Model, target: Model, dtype: jnp.dtype) -> Model:
+    """A drafter for a CPU whose matrix products, and the copy of the target's head that it reads, are in that dtype."""
+    return replace(draft, params=jax.block_until_ready(transposed.narrowed(draft.params, target.params, dtype)))
 
 
 def quantized(draft: Model, target: Model, mesh: Mesh) -> Model:

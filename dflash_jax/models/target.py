@@ -15,6 +15,7 @@ from dflash_jax.models.layers import DecoderLayer, KVCache, rms_norm, rope_table
 from dflash_jax.models.parallel import Devices, look_up
 from dflash_jax.models.quantized import Quantized
 from dflash_jax.models.tables import declare, outer_table
+from dflash_jax.models.transposed import Transposed
 from pallas_kernels.rotary import split_heads
 
 
@@ -123,9 +124,11 @@ def _row(array: Shaped[Array, "B T *_"], index: Int[Array, " B"]) -> Shaped[Arra
     return jax.vmap(partial(lax.dynamic_slice_in_dim, slice_size=1))(array, index)
 
 
-def logits_of(hidden: Float[Array, "B T D"], weight: Float[Array, "V D"] | Quantized) -> Float[Array, "B T V"]:
-    """Logits in float32, accumulated in float32."""
-    if isinstance(weight, Quantized):
+def logits_of(
+    hidden: Float[Array, "B T D"], weight: Float[Array, "V D"] | Quantized | Transposed
+) -> Float[Array, "B T V"]:
+    """Logits in float32, accumulated in float32, for a head [V, D]."""
+    if isinstance(weight, Quantized | Transposed):
         return weight.product(hidden.reshape(-1, hidden.shape[-1])).reshape(*hidden.shape[:2], -1)
     precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
     return jnp.einsum("btd,vd->btv", hidden, weight, precision=precision, preferred_element_type=jnp.float32)
