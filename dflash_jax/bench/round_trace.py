@@ -120,6 +120,8 @@ def kernels_of(data: Any) -> list[Kernel]:
             operation, scope = str(stats.get("hlo_op", "")), str(stats.get("name", stats.get("tf_op", "")))
             if operation.startswith("command_buffer"):
                 operation = event.name
+            if scope.startswith("XlaModule"):  # all that a trace says of kernels in a command buffer
+                scope = ""
             end = event.start_ns + event.duration_ns
             found.append(Kernel(event.name, module, operation, scope, event.start_ns, end))
     return sorted(found, key=lambda kernel: kernel.start)

@@ -345,7 +345,7 @@ def test_kernels_of_the_first_gpu():
         plane(
             "/device:GPU:0",
             Stream_2=[event("late", 7, hlo_op="f.1", hlo_module="jit_verify(3)", name="jit(verify)/a")],
-            Stream_1=[event("early", 5)],
+            Stream_1=[event("early", 5, tf_op="XlaModule:")],
             XLA_Ops=[event("summary", 5)],
         ),
     ]
