@@ -241,10 +241,10 @@ def greedy_round(
     both, block = params.unflatten(), None
     if length > 1:
         with jax.named_scope("draft"):
-            block, cache = plain(draft)(both, slots, caches.draft, tables, spec=spec)
+            block, cache = uncompiled(draft)(both, slots, caches.draft, tables, spec=spec)
         caches = caches.with_draft(cache)
     with jax.named_scope("verify"):
-        hidden, caches = plain(verify)(params, slots, caches, tables, block, spec=spec, length=length)
+        hidden, caches = uncompiled(verify)(params, slots, caches, tables, block, spec=spec, length=length)
     given = (tables.rows, hidden, block, None, None)
     slots, _, emitted = commit(both[0], slots, None, *given, spec=spec, mode="greedy", with_logprobs=False)
     return slots, caches, emitted
@@ -295,7 +295,7 @@ def score(
     return spec.replicate(jax.tree.map(lambda array: array.reshape(1, -1, *array.shape[3:]), scored))
 
 
-def plain(step: Any) -> Callable[..., Any]:
+def uncompiled(step: Any) -> Callable[..., Any]:
     """What a compiled step is made of: inside another one, it cannot have compiler options of its own."""
     function: Callable[..., Any] = step.__wrapped__
     return function
