@@ -59,7 +59,7 @@ def test_products_in_bfloat16_round_both_sides_and_no_sum(rows):
     np.testing.assert_allclose(found, np.matmul(*wide), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of CPUs")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="only CPUs hold a drafter so")
 @pytest.mark.parametrize("draft", [{}, {"draft_vocab_size": 50}], ids=["the target's head", "a head of its own"])
 def test_products_of_a_drafter_are_in_bfloat16_unless_told(tmp_path, draft):
     target = write_model(tmp_path / "target", TARGET, 0)

@@ -28,6 +28,7 @@ from dflash_jax.eval.datasets import short_name
 
 ENGINE = (
     "dtype",
+    "draft_dtype",
     "kv_cache_dtype",
     "draft_kv_cache_dtype",
     "draft_quantization",
