@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.profiler import ProfileData
 
 MOST_KERNELS = 25  # listed by name
@@ -40,6 +41,9 @@ PARTS = (
 OTHER = "other"
 # Where in a program an operation was written, as far as that says of what step it is.
 STEPS = ("write_context", "/draft/", "/verify/", "jit(commit)")
+COMMIT = STEPS[-1]
+# Those of a round whose layers may have kernels in common, in their order, with the model of each.
+MODELS = {"/draft/": "/draft/DraftModel", "/verify/": "/verify/TargetModel"}
 
 
 @dataclass(frozen=True)
@@ -164,14 +168,42 @@ class Scopes:
         return self._tables.get(kernel.module, {}).get(as_symbol(kernel.operation), kernel.scope)
 
     def of_all(self, kernels: Sequence[Kernel]) -> list[str]:
-        """Of kernels by start. A library's products bear no operation's name: theirs is the step of what runs next."""
-        found, step = [], ""
-        for kernel in reversed(kernels):
-            scope = self.of(kernel)
+        """Of kernels by start.
+
+        A library's products bear no operation's name: theirs is the step of what runs next. Equal operations have one
+        kernel, named after the first of them; which step it runs in is told by what runs around it.
+        """
+        scopes = [self.of(kernel) for kernel in kernels]
+        steps = [step_of(scope) for scope in scopes]
+        found, next_step = [], ""
+        for kernel, scope, named, step in reversed(list(zip(kernels, scopes, steps, in_order(steps), strict=True))):
             if scope:
-                step = next((name for name in STEPS if name in scope), "")
-            found.append(scope or (step if kernel.module else ""))
+                next_step = step
+            if step != named:
+                scope = scope.replace(MODELS[named], MODELS[step])
+            found.append(scope or (next_step if kernel.module else ""))
         return found[::-1]
+
+
+def step_of(scope: str) -> str:
+    """Which of `STEPS` an operation was written in, or nothing."""
+    return next((step for step in STEPS if step in scope), "")
+
+
+def in_order(steps: Sequence[str]) -> list[str]:
+    """Steps of kernels by start, where each round drafts, then verifies, then commits: as many as can be are kept."""
+    (first, second), found, begin = MODELS, list(steps), 0
+    for end in [*(i for i, step in enumerate(steps) if step == COMMIT), len(steps)]:
+        named = np.array(steps[begin:end], object)
+        # Of a boundary before each kernel, and after the last: the wrong ones before it, and those from it on.
+        wrong_before = np.concatenate([[0], (named == second).cumsum()])
+        wrong_after = (named == first).sum() - np.concatenate([[0], (named == first).cumsum()])
+        boundary = begin + int(np.argmin(wrong_before + wrong_after))
+        for i in range(begin, end):
+            if steps[i] in MODELS:
+                found[i] = first if i < boundary else second
+        begin = end + 1
+    return found
 
 
 def as_symbol(operation: str) -> str:

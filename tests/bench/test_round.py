@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -312,6 +313,29 @@ def test_products_without_a_name_are_of_the_step_of_what_runs_next():
         *["verify_gemm", "verify_other"],
         *["head", "sampling", "copies"],
     ]
+
+
+def test_a_kernel_that_layers_share_is_of_the_step_that_runs_it():
+    shared = ("select", "jit(greedy_round)/draft/DraftModel/layers_0.attend/paged_attention/select_n")
+
+    def layers(step, model, number):
+        others = [(f"{step}_{i}", f"jit(greedy_round)/{step}/{model}/layers_0/mlp/dot_general") for i in range(5)]
+        return [shared, *others] * number
+
+    tokens = ("argmax", "jit(greedy_round)/draft/DraftModel.tokens/reduce")
+    embed = ("embed", "jit(greedy_round)/verify/TargetModel.embed/gather")
+    commit = [(f"commit_{i}", "jit(greedy_round)/jit(commit)/reduce") for i in range(2)]
+    run = [*layers("draft", "DraftModel", 2), tokens, embed, *layers("verify", "TargetModel", 6), *commit]
+    kernels = [Kernel(name, "jit_greedy_round", name, scope, i, i + 1) for i, (name, scope) in enumerate(run * 3)]
+    found = Counter(map(part_of, kernels, Scopes(kernels).of_all(kernels)))
+    assert found == {
+        "draft": 3 * 2 * 6,
+        "head": 3,
+        "verify_attention": 3 * 6,
+        "verify_gemm": 3 * 6 * 5,
+        "verify_other": 3,
+        "sampling": 3 * 2,
+    }
 
 
 def test_spans():
