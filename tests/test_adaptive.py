@@ -126,6 +126,40 @@ def test_luck_neither_starts_nor_stops_speculation_that_pays_little(acceptance, 
     assert run.speedup() > 0.93 * best_speedup(device, 1, acceptance)
 
 
+SLOW_DRAFTER = Device(free_tokens=8, drafting=1.2)  # as on CPUs: more than a round of plain decoding
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_text_that_repeats_itself_at_times_is_drafted_then(seed):
+    acceptance = np.where(np.random.default_rng(seed).random(200) < 0.5, 0.95, 0.3)
+    run = simulate(SLOW_DRAFTER, lambda i: 1, lambda i: acceptance[i // 20], rounds=4000, seed=seed)
+    assert run.speedup() > 1.2
+    spent, plain = run.seconds[FIRST_ROUNDS:].cumsum(), run.plain[FIRST_ROUNDS:].cumsum()
+    assert (spent <= 1.03 * plain + (LEAD + 1) * run.longest.max()).all()
+
+
+def test_what_one_batch_has_saved_is_not_for_the_next():
+    def lost(is_another):
+        chooser, lost = BlockLengths(LENGTHS, SLOTS), 0.0
+        for i in range(400):
+            if i == 200 and is_another:
+                chooser.end_batch()
+            length = chooser.choose(1, [0])
+            seconds, emitted = SLOW_DRAFTER.seconds(1, length), length if i < 200 else 1
+            chooser.observe(1, length, [0], [emitted], seconds)
+            lost += seconds - SLOW_DRAFTER.seconds(1, 1) if i >= 200 else 0
+        return lost
+
+    longest = SLOW_DRAFTER.seconds(1, LENGTHS[-1])
+    assert lost(is_another=True) < (LEAD + 1) * longest + 0.03 * 200
+    assert lost(is_another=False) > (LEAD + 2) * longest
+
+
+def test_a_length_that_cannot_pay_is_left_alone():
+    run = simulate(SLOW_DRAFTER, lambda i: 1, lambda i: GOOD)
+    assert 2 not in run.lengths[FIRST_ROUNDS:]  # 2.2 seconds for two tokens at most
+
+
 @pytest.mark.parametrize(("size", "free_tokens"), [(8, 64), (64, 256), (64, MEMORY_BOUND)])
 def test_good_and_bad_sequences_share_a_batch(size, free_tokens):
     mixed = np.where(np.arange(SLOTS) % 2, GOOD, 0.1)

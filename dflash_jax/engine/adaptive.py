@@ -8,6 +8,10 @@ Length 1 is plain decoding, and two accounts in seconds keep the rest from costi
   could lose more than the lead is not picked, whatever the estimates promise. Little of it is kept, for it may be lost.
 - the allowance: a small share of the time, for trying lengths that looked worse when they were last tried.
 
+What is gained beyond the lead is saved, and makes good what the lead loses at the same batch size, until nothing runs
+any more. While nothing is drafted nothing is learnt of the text, which may soon repeat itself again: then some of the
+savings pay for trials.
+
 The engine runs one round ahead: a choice does not know how the round before has ended.
 """
 
@@ -22,6 +26,9 @@ import numpy as np
 
 SLACK = 0.012  # of the time: by how much rounds may fall behind plain decoding
 LEAD = 4  # of the longest rounds: the most that a batch may lose of what it once gained; luck at batch 1 needs as much
+SAVINGS = 6  # of the longest rounds: the most that is kept of what was gained beyond the lead
+SAVINGS_RATE = 0.01  # of the savings, for trials in each round of plain decoding
+SAVINGS_SHARE = 0.02  # of the time, the most that these trials may take
 ALLOWANCE = 0.007  # of the time
 LEAST_LOSS = 0.05  # of a round: what trying a length costs at least, so that none is tried all the time
 FIRST_TRIES = 4  # of a length that must be measured before any choice
@@ -73,6 +80,7 @@ class RoundSeconds:
         bound: seconds that they will not exceed: where `like` is all there is, verifying twice the tokens may take
             twice the time, but no longer than even more tokens.
         to_try: indices of the lengths that must come first.
+        savings: seconds that longer blocks have gained at this batch size, beyond the lead.
     """
 
     def __init__(self, lengths: tuple[int, ...], like: RoundSeconds | None):
@@ -82,6 +90,7 @@ class RoundSeconds:
         self._recent: list[deque[float]] = [deque(maxlen=RECENT) for _ in lengths]
         self._ratios: dict[int, float] = {}  # of the lengths that have been measured
         self.is_known = self.has_likeness
+        self.savings = 0.0
         self.estimate: np.ndarray = self._likeness
         self.bound = self._likeness
         # Plain decoding is what all is compared with. The full block is hoped for; it and the shortest span the rest.
@@ -101,6 +110,11 @@ class RoundSeconds:
         estimate = self._likeness * np.interp(self._lengths, self._lengths[measured], ratios)
         self.estimate = not_above_longer(estimate)
         self.bound = self._bound() if self.has_likeness else self.estimate
+
+    def is_hopeless(self, index: int) -> bool:
+        """Whether the length at `index` was measured, and is slower than plain decoding if every draft is accepted."""
+        is_measured = len(self._recent[index]) > 2
+        return bool(is_measured and self.estimate[index] > self._lengths[index] * self.estimate[0])
 
     def _bound(self) -> np.ndarray:
         is_measured = np.array([len(recent) > 2 for recent in self._recent])
@@ -167,7 +181,13 @@ class BlockLengths:
             if seconds is not None and length > 1:  # what it took; an estimate that was picked tends to be too low
                 spent = min(seconds, STALL * costs.bound[index])
             gained = costs.estimate[0] * sum(emitted) / len(slots) - spent
-            self._lead = min(self._lead + gained + SLACK * spent, LEAD * longest)
+            ahead = self._lead + costs.savings + gained + SLACK * spent
+            self._lead = min(ahead, LEAD * longest)
+            costs.savings = min(ahead - self._lead, SAVINGS * longest)
+            if length == 1:
+                paid = min(SAVINGS_RATE * costs.savings, SAVINGS_SHARE * spent)
+                costs.savings -= paid
+                self._allowance += paid
             if costs.to_try and not costs.has_likeness:
                 self._lead = longest  # the first measurements are free, and what they show can be tried
             self._allowance += ALLOWANCE * spent
@@ -175,6 +195,11 @@ class BlockLengths:
     def forget(self, slot: int) -> None:
         """Another sequence has got the slot."""
         self._seen[slot] = 0
+
+    def end_batch(self) -> None:
+        """Nothing runs any more: what one batch has gained is not for the next to lose."""
+        for costs in self._seconds.values():
+            costs.savings = 0.0
 
     def milliseconds(self, rows: int) -> list[float]:
         """What a round of each length is believed to take at so many rows."""
@@ -190,15 +215,18 @@ class BlockLengths:
     def _pick(self, costs: RoundSeconds, slots: Sequence[int]) -> int:
         """The fastest length, or one that has waited for its turn to be tried: the longer, the more it costs."""
         tokens, seconds, bound = self._expected_tokens(slots), costs.estimate.tolist(), costs.bound.tolist()
-        # even if every draft is rejected
-        safe = [i for i, most in enumerate(bound) if i == 0 or most - bound[0] <= self._lead]
+        # Nothing is lost beyond the lead if every draft is rejected, and something is gained if all are accepted.
+        safe = [
+            i for i, most in enumerate(bound) if i == 0 or (most - bound[0] <= self._lead and not costs.is_hopeless(i))
+        ]
         best = max(safe, key=lambda i: tokens[i] / seconds[i])
+        best_speed = tokens[best] / seconds[best]
+        loss = {i: max(seconds[i] - tokens[i] / best_speed, LEAST_LOSS * seconds[i]) for i in safe if i != best}
         # A length beyond the next says little until the next has shown that its drafts are accepted.
-        trials = [i for i in safe if i != best and i <= best + 1]
+        nearest = min((i for i in loss if i > best), default=best)
+        trials = [i for i in loss if i <= nearest]
         if not trials:
             return best
-        best_speed = tokens[best] / seconds[best]
-        loss = {i: max(seconds[i] - tokens[i] / best_speed, LEAST_LOSS * seconds[i]) for i in trials}
         trial = max(trials, key=lambda i: self._unpicked[i] / loss[i])
         if loss[trial] > self._allowance:
             return best

@@ -170,6 +170,8 @@ class Engine:
             changed = self._recover(error)
         if self.is_idle:
             self.scheduler.check_integrity()
+            if self.lengths is not None:
+                self.lengths.end_batch()
         return changed
 
     def _step(self) -> list[Sequence]:
