@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -14,6 +15,13 @@ def cache_folder() -> Path:
     if own:
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_jax"
+
+
+def runs_on_cpus() -> bool:
+    """Whether JAX has nothing but CPUs to run on; told without a look at its devices, which fixes many settings."""
+    plugins = ("jax_plugins", "libtpu")  # the packages that bring GPUs and TPUs
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+    return platforms == "cpu" or not any(map(find_spec, plugins))
 
 
 def claim_device_memory() -> None:

@@ -20,7 +20,7 @@ ARROWS = {
     "models": {"config", "errors", "pallas_kernels"},
     "cache": {"config", "errors", "pallas_kernels"},
     "checkpoint": {"models", "config", "core", "env", "errors"},
-    "engine": {"cache", "checkpoint", "models", "config", "core", "errors", "pallas_kernels"},
+    "engine": {"cache", "checkpoint", "models", "config", "core", "env", "errors", "pallas_kernels"},
     "renderer": {"checkpoint", "config", "core", "errors"},
     "frontend": {"renderer", "engine", "checkpoint", "config", "core", "env", "errors"},
     "serve": {"frontend", "renderer", "engine", "checkpoint", "config", "core", "env", "errors"},

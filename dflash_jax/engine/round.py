@@ -38,6 +38,7 @@ from dflash_jax.engine.state import (
     pools_of,
     rows_of,
 )
+from dflash_jax.env import runs_on_cpus
 from dflash_jax.models.dflash import DraftModel
 from dflash_jax.models.layers import KVCache
 from dflash_jax.models.parallel import Devices
@@ -45,7 +46,11 @@ from dflash_jax.models.target import TargetModel
 
 # Without this XLA multiplies by several weights at once where they share an operand (a drafter's context, of all its
 # layers): and to do so copies all these weights into one array, in every round.
-COMPILER_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
+COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 0}
+if runs_on_cpus():
+    # Without this XLA converts a whole pool of pages in bfloat16 or fp8 to write one token, and back.
+    passes = [f"float-normalization-{name}" for name in ("bf16", "f8e4m3fn", "f8e5m2")]
+    COMPILER_OPTIONS["xla_disable_hlo_passes"] = ",".join(passes)
 SCORED_ROWS = 64  # logits of prompts are computed for so many tokens at a time, never for a whole chunk
 
 
