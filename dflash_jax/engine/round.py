@@ -49,8 +49,9 @@ from dflash_jax.models.target import TargetModel
 COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 0}
 if runs_on_cpus():
     # Without this XLA converts a whole pool of pages in bfloat16 or fp8 to write one token, and back.
-    passes = [f"float-normalization-{name}" for name in ("bf16", "f8e4m3fn", "f8e5m2")]
-    COMPILER_OPTIONS["xla_disable_hlo_passes"] = ",".join(passes)
+    COMPILER_OPTIONS["xla_disable_hlo_passes"] = ",".join(
+        f"float-normalization-{name}" for name in ("bf16", "f8e4m3fn", "f8e5m2")
+    )
 SCORED_ROWS = 64  # logits of prompts are computed for so many tokens at a time, never for a whole chunk
 
 
