@@ -20,7 +20,7 @@ def cache_folder() -> Path:
 def runs_on_cpus() -> bool:
     """Whether JAX has nothing but CPUs to run on; told without a look at its devices, which fixes many settings."""
     plugins = ("jax_plugins", "libtpu")  # the packages that bring GPUs and TPUs
-    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]  # an option, made at run time
     return platforms == "cpu" or not any(map(find_spec, plugins))
 
 

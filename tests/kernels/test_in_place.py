@@ -68,7 +68,7 @@ def test_no_pool_is_copied(attention, dtype):
     if attention == "triton" and not ON_GPU:
         pytest.skip("Interpreted kernels copy; the GPU run checks the compiled ones.")
     if attention == "reference" and ON_GPU:
-        pytest.skip("XLA copies where the reference reads: on GPUs it is for float32 pages, which no one serves.")
+        pytest.skip("A known limit, see the README: XLA copies pools that the reference reads, on GPUs float32 ones.")
     write = "triton" if ON_GPU else "reference"
     f = functools.partial(step, attention=attention, write=write, interpret=False)
     arguments = operands(dtype)
@@ -100,7 +100,8 @@ def test_no_pool_is_copied_in_a_round_of_the_engine(tmp_path, length, kv_cache_d
     analysis = compiled.memory_analysis()
     pools = jax.tree.leaves((caches.target, caches.draft))
     assert analysis.alias_size_in_bytes >= sum(pool.nbytes for pool in pools)
-    assert analysis.temp_size_in_bytes < max(pool.nbytes for pool in pools) / 2
+    half = min(4 * pool.size for pool in pools) / 2  # of the smallest pool if it held float32
+    assert analysis.temp_size_in_bytes < half
     for pool in pools:  # nor converted to what XLA would rather write to
         shape = ",".join(map(str, pool.shape))
         assert pool.dtype == jnp.float32 or not re.search(rf"\bf(16|32)\[{shape}\]", compiled.as_text())
