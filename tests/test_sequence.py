@@ -149,11 +149,18 @@ def test_text_of_what_was_cut_off(tokenizer):
     assert running.output.text == "Hello"
 
 
-def test_text_of_what_its_constraint_ended(tokenizer):
-    running = sequence(tokenizer)
-    running.constraint = SimpleNamespace(error=None, is_complete=True, accept=lambda tokens: None)
-    running.extend(tokenizer.encode("Hello"), None)
-    assert (running.output.text, running.output.finish_reason) == ("Hello", "stop")
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_completion_ends_where_its_constraint_does(tokenizer, ignore_eos):
+    """Not behind it, where the drafts of the same round went on, with the end of the text for want of anything else."""
+    running = sequence(tokenizer, ignore_eos=ignore_eos)
+    text = tokenizer.encode("Hi!")
+    running.constraint = constraint = SimpleNamespace(error=None, is_complete=False)
+    constraint.accept = lambda tokens: vars(constraint).update(is_complete=text[-1] in tokens)
+    assert running.extend(text[:1], None) == 1
+    assert not running.finished
+    assert running.extend([*text[1:], EOS], None) == 2
+    output = running.output
+    assert (output.finish_reason, output.text, output.token_ids) == ("stop", "Hi!", text)
 
 
 def test_a_tokenizer_that_fails_costs_its_completion_alone(tokenizer, monkeypatch):

@@ -102,7 +102,7 @@ class Sequence:
         if self.finished or self._is_broken():  # by its tokenizer or its constraint, whose masks meant nothing then
             return 0
         tokens, taken = list(tokens), 0
-        if logprobs is None and self._cannot_end_in(tokens):
+        if logprobs is None and self.constraint is None and self._cannot_end_in(tokens):
             self.output.token_ids += tokens
             taken, tokens = len(tokens), []
         for token in tokens:
@@ -110,12 +110,8 @@ class Sequence:
             self.output.token_ids.append(token)
             if logprobs is not None and self.output.logprobs is not None:
                 self._add_logprobs(token, logprobs[taken - 1])
-            if self._ends_with(token):
+            if self._ends_with(token) or self._completes(token):
                 break
-        if self.constraint is not None and not self.finished:
-            self.constraint.accept(self.output.token_ids[-taken:])
-            if not self._is_broken() and self.constraint.is_complete:
-                self._finish("stop", None)
         if self.finished:
             self.publish_text()
         return taken
@@ -124,6 +120,14 @@ class Sequence:
         """Whether none of these tokens can be the last, which need not be asked of each then."""
         count = len(self.output.token_ids) + len(tokens)
         return not self.params.stop and count < self.max_new_tokens and self._stop_ids.isdisjoint(tokens)
+
+    def _completes(self, token: int) -> bool:
+        """Whether its constraint has nothing to follow its newest token, whatever else the round emitted, or broke."""
+        if self.constraint is not None:
+            self.constraint.accept([token])
+            if not self._is_broken() and self.constraint.is_complete:
+                self._finish("stop", None)
+        return self.finished
 
     def _is_broken(self) -> bool:
         """Whether its constraint cannot go on; it has failed then."""
