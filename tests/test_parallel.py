@@ -33,11 +33,12 @@ def put(devices, array, *spec):
     return jax.device_put(array, NamedSharding(devices.mesh, Spec(*spec)))
 
 
-@pytest.mark.parametrize("vocab_size", [64, 61])
+@pytest.mark.parametrize("vocab_size", [512, 64, 61])  # the first is searched by parts
 def test_likeliest_is_argmax(devices, vocab_size):
     logits = np.array(random(0, 2, 7, vocab_size))
     logits[0, 0] = 3.0  # all alike: the first
-    logits[0, 1, [5, 20, 60]] = 9.0  # three alike, on as many devices
+    logits[0, 1, [5, 20, vocab_size - 1]] = 9.0  # three alike, on several devices
+    logits[0, 5, [vocab_size - 70, vocab_size - 3]] = 9.0
     logits[0, 2, 40] = np.nan
     logits[0, 3] = -np.inf
     logits[0, 4, vocab_size - 1] = np.inf
