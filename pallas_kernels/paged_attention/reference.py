@@ -2,75 +2,69 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.masks import visible
-from pallas_kernels.paged_attention.arguments import Arguments
+from pallas_kernels.paged_attention.arguments import Arguments, key_range, page_range
 
-LEAST_KEYS = 128  # a page table of no more tokens is attended over as a whole
-GROWTH = 4  # of the part that is attended over, until the longest sequence fits
+STEP = 128  # keys of each sequence at a time, in whole pages: few enough to stay in a CPU's cache
 
 
 @jax.jit
 def paged_attention(args: Arguments) -> Float[Array, "B T N H"]:
-    """Gathers each sequence's pages and attends in float32; see ``pallas_kernels.paged_attention``.
+    """Attends in float32, to some pages of each sequence at a time; see ``pallas_kernels.paged_attention``.
 
-    On CPUs, where a choice between programs costs nothing, over as much of the page table as the longest sequence has.
+    Takes the steps that hold what any query may see, however wide the page table is.
     """
-    return lax.platform_dependent(args, cpu=_over_what_is_kept, default=_attend)
-
-
-def _over_what_is_kept(args: Arguments) -> Float[Array, "B T N H"]:
-    pages, S = args.page_table.shape[1], args.page_size
-    widths = [pages]
-    while widths[0] > 1 and widths[0] * S > LEAST_KEYS:
-        widths.insert(0, -(-widths[0] // GROWTH))
-
-    def over(width: int) -> Callable[[Arguments], jax.Array]:
-        return lambda args: _attend(dataclasses.replace(args, page_table=args.page_table[:, :width]))
-
-    longest = jnp.max(args.kv_length, initial=0)
-    fitting = sum((longest > width * S).astype(jnp.int32) for width in widths[:-1])
-    return lax.switch(fitting, [over(width) for width in widths], args)
-
-
-def _attend(args: Arguments) -> Float[Array, "B T N H"]:
     B, T, N, H = args.q.shape
-    P, K, S, _ = args.k_pages.shape
-    keys, rows = args.page_table.shape[1] * S, N // K * T  # r: a kv head's query heads, tokens innermost
-    pages = jnp.clip(args.page_table, 0, P - 1)
-
-    def gather(pool: jax.Array) -> jax.Array:
-        return jnp.swapaxes(pool[pages], 1, 2).reshape(B, K, keys, H).astype(jnp.float32)
-
-    seen = _seen(args, keys)  # [B, T, keys]
-    # What no query sees may be anything, NaN too: it must not reach this product, where 0 * NaN is NaN.
-    v = jnp.where(jnp.any(seen, axis=1)[:, None, :, None], gather(args.v_pages), 0)
-
+    K, pages = args.kv_heads, max(1, STEP // args.page_size)  # pages: of a step
+    keys = pages * args.page_size
     q = args.q.astype(jnp.float32).reshape(B, T, K, N // K, H) * (args.scale * args.k_scale[:, None, None])
-    q = q.transpose(0, 2, 3, 1, 4).reshape(B, K, rows, H)
-    scores = jnp.einsum("BKrH,BKsH->BKrs", q, gather(args.k_pages), precision=lax.Precision.HIGHEST)
-    scores = jnp.where(jnp.tile(seen[:, None], (1, 1, N // K, 1)), scores, -jnp.inf)
-    highest = jnp.max(scores, axis=-1, keepdims=True, initial=-1e30)
-    weights = jnp.exp(scores - highest)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = jnp.einsum("BKrs,BKsH->BKrH", weights, v, precision=lax.Precision.HIGHEST)
+    q = q.transpose(0, 2, 3, 1, 4).reshape(B, K, N // K * T, H)  # r: a kv head's query heads, tokens innermost
+    table = jnp.pad(args.page_table, ((0, 0), (0, -args.page_table.shape[1] % pages)))
+
+    def attend(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        step, highest, total, out = state
+        ids = jnp.clip(lax.dynamic_slice_in_dim(table, step * pages, pages, axis=1), 0, len(args.k_pages) - 1)
+
+        def gather(pool: jax.Array) -> jax.Array:
+            return jnp.swapaxes(pool[ids], 1, 2).reshape(B, K, keys, H).astype(jnp.float32)
+
+        seen = _seen(args, step * keys + jnp.arange(keys, dtype=jnp.int32))
+        # What no query sees may be anything, NaN too: it must not reach this product, where 0 * NaN is NaN.
+        v = jnp.where(jnp.any(seen, axis=1)[:, None, :, None], gather(args.v_pages), 0)
+        scores = jnp.einsum("BKrH,BKsH->BKrs", q, gather(args.k_pages), precision=lax.Precision.HIGHEST)
+        scores = jnp.where(jnp.tile(seen[:, None], (1, 1, N // K, 1)), scores, -jnp.inf)
+        now = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
+        weights, kept = jnp.exp(scores - now), jnp.exp(highest - now)
+        total = total * kept + jnp.sum(weights, axis=-1, keepdims=True)
+        out = out * kept + jnp.einsum("BKrs,BKsH->BKrH", weights, v, precision=lax.Precision.HIGHEST)
+        return step + 1, now, total, out
+
+    first, end = _steps(args, keys)
+    row = jnp.zeros_like(q[..., :1])
+    state = lax.while_loop(lambda state: state[0] < end, attend, (first, row - 1e30, row, jnp.zeros_like(q)))
+    _, _, total, out = state
     out = out * (args.v_scale[:, None, None] / jnp.where(total > 0, total, 1))
     out = out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4)
     return out.reshape(B, T, N, H).astype(args.q.dtype)
 
 
-def _seen(args: Arguments, keys: int) -> jax.Array:
-    """Which keys each query token may see: the mask, and what exists at all. Shape [B, T, keys]."""
+def _steps(args: Arguments, keys: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Half-open range of the steps of so many keys that any query of any sequence needs."""
+    low, high = key_range(args, args.kv_length, args.q_length, args.valid_from, 0, args.q.shape[1] - 1)
+    first, end = page_range(low, high, keys)
+    some = high > low
+    return jnp.min(first, where=some, initial=2**30), jnp.max(end, where=some, initial=0)
+
+
+def _seen(args: Arguments, position: Int[Array, " s"]) -> Bool[Array, "B T s"]:
+    """Which keys each query token may see: the mask, and what exists at all."""
     token = jnp.arange(args.q.shape[1], dtype=jnp.int32)[None, :]
-    position = jnp.arange(keys, dtype=jnp.int32)[None, :]
     query_positions = (args.kv_length - args.q_length)[:, None] + token
-    seen = visible(query_positions, position, mask=args.mask, window=args.window)
+    seen = visible(query_positions, position[None, :], mask=args.mask, window=args.window)
     exists = (position < args.kv_length[:, None]) & (position >= args.valid_from[:, None])
     return seen & exists[:, None, :] & (token < args.q_length[:, None])[:, :, None]
