@@ -10,7 +10,6 @@ from pathlib import Path
 from dflash_jax.errors import ConfigError
 from dflash_jax.eval import datasets, options, report
 from dflash_jax.eval.compare import Cell, Sampling, measure_engine
-from dflash_jax.eval.conversations import Run
 from dflash_jax.flags import engine_options
 from dflash_jax.frontend import resolve_folders
 from dflash_jax.llm import LLM
@@ -39,11 +38,10 @@ def run(args: argparse.Namespace) -> int:
     samples = {name: datasets.load(name, selection, tokenizer) for name in args.dataset}
     make_folder(args.output)
     sampling = Sampling(args.max_tokens, args.seed, args.prompt_style)
-    plain: dict[tuple[str, float], Run] | None = None if args.no_plain else {}
     cells: list[Cell] = []
     for block in args.num_speculative_tokens:
         llm = load_llm(args, block)
-        for cell in measure_engine(llm, block, samples, args.temperature, sampling, plain):
+        for cell in measure_engine(llm, block, samples, args.temperature, sampling, plain=not args.no_plain):
             cells.append(cell)
             result = report.build_result(args, llm.config, cells)
             report.write(result, args.output / "results.json")  # after each, so that an end midway costs little

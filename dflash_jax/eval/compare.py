@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from dflash_jax.core import SEED_LIMIT, SamplingParams
 from dflash_jax.eval.acceptance import Acceptance, acceptance_of
-from dflash_jax.eval.conversations import Run, converse
+from dflash_jax.eval.conversations import Run, converse, joined
 from dflash_jax.eval.datasets import Sample
 from dflash_jax.llm import LLM
 
 WARMUP_TOKENS = 16
+BATCHES = 4  # of samples side by side that one way decodes before the other has its turn
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Cell:
         temperature: of sampling.
         num_speculative_tokens: drafts that each round verified, or "auto".
         run: with the drafter.
-        plain: without it; None if that was not wanted. Cells that differ in block length alone share it.
+        plain: without it; None if that was not wanted.
         acceptance: of `run`.
     """
 
@@ -83,9 +84,10 @@ def measure_engine(
     datasets: Mapping[str, Sequence[Sample]],
     temperatures: Sequence[float],
     sampling: Sampling,
-    plain: dict[tuple[str, float], Run] | None,
+    *,
+    plain: bool,
 ) -> Iterator[Cell]:
-    """The cells of one engine.
+    """The cells of one engine. With the drafter and without are measured in turns: a machine's speed changes.
 
     Args:
         llm: with a drafter.
@@ -93,18 +95,20 @@ def measure_engine(
         datasets: samples by the name of their data set.
         temperatures: of sampling.
         sampling: the rest of it.
-        plain: runs without the drafter by data set and temperature, to which those that are missing are added; None
-            has none.
+        plain: whether to decode without the drafter, too.
     """
+    ways = (False, True) if plain else (True,)
     for name, samples in datasets.items():
         for temperature in temperatures:
-            key = (name, temperature)
             warm_up(llm, samples, temperature, sampling)
-            if plain is not None and key not in plain:
-                plain[key] = _run(llm, samples, temperature, sampling, speculation=False)
-            run = _run(llm, samples, temperature, sampling, speculation=True)
-            without = None if plain is None else plain[key]
-            yield Cell(name, temperature, num_speculative_tokens, run, without, acceptance_of(run.outputs))
+            parts: dict[bool, list[Run]] = {way: [] for way in ways}
+            size = BATCHES * llm.config.max_num_seqs
+            for first in range(0, len(samples), size):
+                for way in ways:
+                    parts[way].append(_run(llm, samples, slice(first, first + size), temperature, sampling, way))
+            runs = {way: joined(parts[way]) for way in ways}
+            acceptance = acceptance_of(runs[True].outputs)
+            yield Cell(name, temperature, num_speculative_tokens, runs[True], runs.get(False), acceptance)
 
 
 def warm_up(llm: LLM, samples: Sequence[Sample], temperature: float, sampling: Sampling) -> None:
@@ -121,7 +125,9 @@ def warm_up(llm: LLM, samples: Sequence[Sample], temperature: float, sampling: S
         )
 
 
-def _run(llm: LLM, samples: Sequence[Sample], temperature: float, sampling: Sampling, *, speculation: bool) -> Run:
+def _run(
+    llm: LLM, samples: Sequence[Sample], part: slice, temperature: float, sampling: Sampling, speculation: bool
+) -> Run:
     params = sampling.params(temperature, len(samples), speculation=speculation)
     salt = f"{temperature} {'with' if speculation else 'without'} the drafter"
-    return converse(llm, samples, params, style=sampling.style, salt=salt)
+    return converse(llm, samples[part], params[part], style=sampling.style, salt=salt)

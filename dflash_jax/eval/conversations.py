@@ -52,6 +52,12 @@ class Run:
         return self.num_tokens / self.seconds
 
 
+def joined(runs: Sequence[Run]) -> Run:
+    """Runs after one another as one."""
+    answers = [answer for run in runs for answer in run.answers]
+    return Run(answers, sum(run.seconds for run in runs), sum(run.num_compiles for run in runs))
+
+
 def is_instruct(renderer: Renderer) -> bool:
     """Whether the chat template marks who speaks: whether it renders more than what was said."""
     if renderer.tokenizer is None or not renderer.tokenizer.has_chat_template:

@@ -130,26 +130,19 @@ def test_answers_are_compared_where_the_prompts_are_the_same():
     assert differing(run(("p", "a"), ("q", "b")), run(("p", "x"), ("r", "y"))) == (1, 1)
 
 
-def test_plain_decoding_runs_once_and_no_run_finds_pages_of_another():
-    sampling, plain = Sampling(99, 0, "auto"), {}
-    engines = [Fake(Tokens()), Fake(Tokens())]
-    cells = [
-        cell
-        for block, engine in zip((15, "auto"), engines, strict=True)
-        for cell in measure_engine(engine, block, {"data": [QUESTION, TEXT]}, [0.0, 1.0], sampling, plain)
-    ]
-    labels = [(cell.num_speculative_tokens, cell.temperature) for cell in cells]
-    assert labels == [(15, 0), (15, 1), ("auto", 0), ("auto", 1)]
-    assert cells[0].plain is cells[2].plain is plain["data", 0.0]
-    assert cells[1].plain is cells[3].plain is plain["data", 1.0]
-    measured = [{(salt, flag) for salt, flag, tokens in engine.salts if tokens == 99} for engine in engines]
-    assert [len(runs) for runs in measured] == [4, 2]  # with and without the drafter; then only with it
-    assert len({salt for salt, _ in measured[0]}) == 4
-    warm_up = {(salt, flag) for salt, flag, tokens in engines[0].salts if tokens != 99}
+def test_with_and_without_the_drafter_take_turns_and_no_run_finds_pages_of_another():
+    engine, sampling = Fake(Tokens()), Sampling(99, 0, "auto")
+    cells = list(measure_engine(engine, 15, {"data": [TEXT] * 6}, [0.0, 1.0], sampling, plain=True))
+    assert [(cell.num_speculative_tokens, cell.temperature) for cell in cells] == [(15, 0), (15, 1)]
+    assert [len(run.answers) for cell in cells for run in (cell.run, cell.plain)] == [6] * 4
+    measured = [(salt, flag) for salt, flag, tokens in engine.salts if tokens == 99]
+    assert [flag for _, flag in measured] == [*[False] * 4, *[True] * 4, *[False] * 2, *[True] * 2] * 2
+    assert len({salt for salt, _ in measured}) == len(set(measured)) == 4
+    warm_up = {(salt, flag) for salt, flag, tokens in engine.salts if tokens != 99}
     assert warm_up == {("warm-up", True), ("warm-up", False)}
 
 
 def test_without_plain_decoding_there_is_no_speedup():
     engine, sampling = Fake(Tokens()), Sampling(99, 0, "auto")
-    (cell,) = measure_engine(engine, 15, {"data": [TEXT]}, [0.0], sampling, None)
+    (cell,) = measure_engine(engine, 15, {"data": [TEXT]}, [0.0], sampling, plain=False)
     assert (cell.plain, cell.speedup, cell.differences) == (None, None, None)
