@@ -11,6 +11,7 @@ from pallas_kernels.masks import visible
 from pallas_kernels.paged_attention.arguments import Arguments, key_range, page_range
 
 STEP = 128  # keys of each sequence at a time, in whole pages: few enough to stay in a CPU's cache
+_State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # the next step; of the scores so far: maxima, sums, output
 
 
 @jax.jit
@@ -26,7 +27,7 @@ def paged_attention(args: Arguments) -> Float[Array, "B T N H"]:
     q = q.transpose(0, 2, 3, 1, 4).reshape(B, K, N // K * T, H)  # r: a kv head's query heads, tokens innermost
     table = jnp.pad(args.page_table, ((0, 0), (0, -args.page_table.shape[1] % pages)))
 
-    def attend(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def attend(state: _State) -> _State:
         step, highest, total, out = state
         ids = jnp.clip(lax.dynamic_slice_in_dim(table, step * pages, pages, axis=1), 0, len(args.k_pages) - 1)
 

@@ -88,10 +88,12 @@ def test_no_pool_is_copied(attention, dtype):
 @pytest.mark.parametrize(("length", "kv_cache_dtype"), [(1, "float32"), (6, "float32"), (6, "bfloat16"), (6, "fp8")])
 def test_no_pool_is_copied_in_a_round_of_the_engine(tmp_path, length, kv_cache_dtype):
     wide = {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "dtype": "bfloat16"}
-    raw = DRAFT | wide | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+    wide |= {"max_position_embeddings": 2048}
+    raw = DRAFT | wide | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 1024}
     folders = write_model(tmp_path / "target", TARGET | wide, 0), write_model(tmp_path / "draft", raw, 1)
-    options = {"max_num_seqs": 64, "num_speculative_tokens": 5, "compile_at_start": False}
-    engine = LLM(*folders, kv_cache_dtype=kv_cache_dtype, **options).engine
+    # Pools so long that half of the smallest is more than a step of the reference gathers.
+    options = {"max_num_seqs": 8, "max_model_len": 2048, "num_speculative_tokens": 5}
+    engine = LLM(*folders, kv_cache_dtype=kv_cache_dtype, compile_at_start=False, **options).engine
     slots, caches = engine.runner.slots, engine.runner.caches
     params = steps.FlatParams.of(engine.runner.params)
     tables = Tables(np.zeros((2, 2 * engine.layout.table_width + 2), np.int32))
