@@ -47,8 +47,8 @@ def paged_attention(args: Arguments) -> Float[Array, "B T N H"]:
 
     first, end = _steps(args, keys)
     row = jnp.zeros_like(q[..., :1])
-    state = lax.while_loop(lambda state: state[0] < end, attend, (first, row - 1e30, row, jnp.zeros_like(q)))
-    _, _, total, out = state
+    none = (first, row - 1e30, row, jnp.zeros_like(q))
+    _, _, total, out = lax.while_loop(lambda state: state[0] < end, attend, none)
     out = out * (args.v_scale[:, None, None] / jnp.where(total > 0, total, 1))
     out = out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4)
     return out.reshape(B, T, N, H).astype(args.q.dtype)
