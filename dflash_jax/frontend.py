@@ -150,6 +150,18 @@ def _load(
         return Model(model, jax.block_until_ready(params), kv_scales)
 
 
+def load_other_draft(folder: Path, engine: Engine) -> Model:
+    """Another drafter, in the form in which an engine holds its own.
+
+    Raises:
+        ConfigError: it does not fit the target.
+        CheckpointError: a file or tensor is missing, damaged or surplus.
+    """
+    target = Model(engine.spec.target, engine.runner.params[0], None)
+    draft = _read_draft_config(folder, engine.spec.target)
+    return _load_draft(folder, draft, target, engine.config, engine.runner.mesh)
+
+
 def _load_draft(folder: Path, draft: DraftConfig, target: Model, config: EngineConfig, mesh: Mesh) -> Model:
     """A drafter from its folder; what it was quantised from is gone when the engine asks how much memory is left."""
     if config.draft_quantization is None:
@@ -162,12 +174,14 @@ def _read_configs(folder: Path, draft_folder: Path | None) -> tuple[TargetConfig
     """Both configurations, checked against each other before any tensor is looked at."""
     path = folder / "config.json"
     target = target_config(read_json(path), str(path))
-    if draft_folder is None:
-        return target, None
-    path = draft_folder / "config.json"
+    return target, None if draft_folder is None else _read_draft_config(draft_folder, target)
+
+
+def _read_draft_config(folder: Path, target: TargetConfig) -> DraftConfig:
+    path = folder / "config.json"
     draft = draft_config(read_json(path), str(path), num_target_layers=target.num_hidden_layers)
     check_draft_fits(target, draft, str(path))
-    return target, draft
+    return draft
 
 
 def _eos_token_ids(

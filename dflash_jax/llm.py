@@ -9,11 +9,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from dflash_jax.checkpoint.folder import resolve_folder
 from dflash_jax.config import EngineArgs
 from dflash_jax.core import Prompt, RequestOutput, SamplingParams
 from dflash_jax.engine.request import Request, one_each
 from dflash_jax.errors import RequestError
-from dflash_jax.frontend import load
+from dflash_jax.frontend import load, load_other_draft
 from dflash_jax.renderer import Message
 
 
@@ -37,6 +38,16 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generation_config.json` recommends, as vLLM reads it."""
         return self.frontend.get_default_sampling_params()
+
+    def replace_draft(self, draft_model: str | Path) -> None:
+        """Draft with the weights of another drafter of the same configuration from now on, as training does to measure.
+
+        Raises:
+            ConfigError: its configuration is another.
+            CheckpointError: a folder, file or tensor is missing, damaged or surplus.
+            RuntimeError: something waits, runs or is in flight.
+        """
+        self.engine.replace_draft(load_other_draft(resolve_folder(draft_model), self.engine))
 
     def generate(
         self,

@@ -166,9 +166,9 @@ def test_originals_are_gone_when_memory_is_planned(tmp_path, monkeypatch):
 def test_other_weights_are_quantised_too(tmp_path):
     folders, other = small_pair(tmp_path), write_model(tmp_path / "other", DRAFT, 2)
     options = {"max_num_seqs": 1, "draft_quantization": "fp8"}
-    engine, expected = LLM(*folders, **options).engine, LLM(folders[0], other, **options).engine
-    engine.replace_draft(load_params(other, configs_of(engine)[1], jnp.float32))
-    assert_same(engine.runner.params[1], expected.runner.params[1])
+    llm, expected = LLM(*folders, **options), LLM(folders[0], other, **options)
+    llm.replace_draft(other)
+    assert_same(llm.engine.runner.params[1], expected.engine.runner.params[1])
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")

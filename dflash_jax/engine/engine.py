@@ -16,7 +16,6 @@ from collections.abc import Sequence as Seq
 import jax
 import numpy as np
 
-from dflash_jax.checkpoint.loader import Params
 from dflash_jax.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_jax.core import EngineStats
 from dflash_jax.engine.adaptive import BlockLengths, RoundClock
@@ -37,7 +36,7 @@ from dflash_jax.engine.state import (
     Tables,
 )
 from dflash_jax.engine.warmup import compile_counter
-from dflash_jax.errors import QueueFullError
+from dflash_jax.errors import ConfigError, QueueFullError
 
 logger = logging.getLogger(__name__)
 
@@ -118,17 +117,18 @@ class Engine:
             if self._in_flight and not (self.scheduler.waiting or self.scheduler.running):
                 self.step()  # reads the round that ran ahead
 
-    def replace_draft(self, params: Params) -> None:
-        """Draft with other weights of the same shapes from now on, and forget the K/V that the old ones left.
-
-        They are quantised here if the engine's drafter is.
+    def replace_draft(self, draft: Model) -> None:
+        """Draft with another drafter of the same configuration from now on, and forget the K/V that the old one left.
 
         Raises:
+            ConfigError: its configuration is another.
             RuntimeError: something waits, runs or is in flight.
         """
+        if draft.config != self.spec.draft:
+            raise ConfigError("the drafter's configuration is not that of the one in use; load it with a new LLM.")
         if not self.is_idle:
             raise RuntimeError("an engine at work keeps its drafter; wait until it is idle.")
-        self.runner.replace_draft(params)
+        self.runner.replace_draft(draft)
         self.scheduler.flush_cache()
 
     @property

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from dflash_jax.checkpoint.loader import Params
 from dflash_jax.config import EngineConfig
 from dflash_jax.engine import round as steps
 from dflash_jax.engine.controls import controls_of, empty_controls, set_controls
@@ -29,7 +28,6 @@ from dflash_jax.engine.state import (
     Tables,
 )
 from dflash_jax.engine.warmup import compile_steps
-from dflash_jax.models.quantized import quantize_draft
 
 
 class ModelRunner:
@@ -81,12 +79,12 @@ class ModelRunner:
         state = (self._flat_params, self._shared, self.slots, self.caches, self._controls, self._device_sampler())
         return compile_steps(*state, spec=self.spec, shapes=shapes)
 
-    def replace_draft(self, params: Params) -> None:
-        """Draft with other weights of the same shapes from now on, quantised here if the drafter is."""
-        if self.spec.draft is not None and self._config.draft_quantization is not None:
-            params = quantize_draft(params, self.spec.draft, self.params[0], self.mesh.place)
-        self.params = (self.params[0], params)
+    def replace_draft(self, draft: Model) -> None:
+        """Draft with another drafter of the same configuration from now on, over empty caches."""
+        self.params = (self.params[0], draft.params)
+        self._kv_scales = (self._kv_scales[0], draft.kv_scales)
         self._hand_over()
+        self.reset()
 
     def start(self, slot: int, sequence: Sequence) -> None:
         """A slot has got another sequence."""

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-
-from dflash_jax.checkpoint.loader import Params
 from dflash_jax.core import Prompt, SamplingParams
 from dflash_jax.eval.acceptance import measure
 from dflash_jax.llm import LLM
@@ -22,26 +18,18 @@ BEGINNING = 64  # tokens of a text without a prompt that serve as one
 class Evaluator:
     """Completes the prompts of samples that were held out, with whatever drafter it is given."""
 
-    def __init__(self, config: TrainConfig, target: Path, draft: Path, samples: Sequence[Sample]):
-        self._llm = LLM(
-            target,
-            draft,
-            dtype=config.dtype,
-            max_num_seqs=min(64, len(samples)),
-            kv_cache_memory_bytes=KV_CACHE_BYTES,
-            max_model_len=config.max_length + config.eval_max_tokens,
-            tensor_parallel_size=config.tensor_parallel_size,
-            enable_prefix_caching=False,
-            num_speculative_tokens=config.block_size - 1,
-            compile_at_start=False,
-        )
-        self._dtype = jnp.dtype(config.dtype)
+    def __init__(self, config: TrainConfig, target: Path, samples: Sequence[Sample]):
+        self._config, self._target = config, target
         self._prompts = [prompt_of(sample) for sample in samples]
         self._sampling = SamplingParams(temperature=0.0, max_tokens=config.eval_max_tokens)
+        self._llm: LLM | None = None  # made for the first drafter
 
-    def __call__(self, params: Params) -> dict[str, float]:
-        """Figures of a drafter with these weights, by name; lengths in tokens a round, the target's own included."""
-        self._llm.engine.replace_draft(jax.tree.map(lambda array: array.astype(self._dtype), params))
+    def __call__(self, draft: Path) -> dict[str, float]:
+        """Figures of the drafter in a folder, by name; lengths in tokens a round, the target's own included."""
+        if self._llm is None:
+            self._llm = self._load(draft)
+        else:
+            self._llm.replace_draft(draft)
         found = measure(self._llm, self._prompts, self._sampling)
         positions = {f"accepted/{k}": share for k, share in enumerate(found.acceptance_per_position, start=1)}
         return {
@@ -49,6 +37,21 @@ class Evaluator:
             "repeated_ngrams": found.repeated_ngrams or 0.0,
             **positions,
         }
+
+    def _load(self, draft: Path) -> LLM:
+        config = self._config
+        return LLM(
+            self._target,
+            draft,
+            dtype=config.dtype,
+            max_num_seqs=min(64, len(self._prompts)),
+            kv_cache_memory_bytes=KV_CACHE_BYTES,
+            max_model_len=config.max_length + config.eval_max_tokens,
+            tensor_parallel_size=config.tensor_parallel_size,
+            enable_prefix_caching=False,
+            num_speculative_tokens=config.block_size - 1,
+            compile_at_start=False,
+        )
 
 
 def prompt_of(sample: Sample) -> Prompt:

@@ -92,7 +92,11 @@ def train(config: TrainConfig) -> Path:
             last = progress >= 1 or step == config.stop_at
             if step % config.log_every == 0 or last:
                 logs.train(step, measured, float(rate))
-            score = score_of(step, state.params, progress >= 1)
+            try:
+                score = score_of(step, state.params, progress >= 1)
+            except Exception:  # what was learnt since the last checkpoint is worth more than its measure
+                checkpoints.save(step, state, None)
+                raise
             if score is not None or step % config.save_every == 0 or last:
                 checkpoints.save(step, state, score)
         best = checkpoints.wait().best
@@ -204,24 +208,16 @@ def _scores(
     config: TrainConfig, pair: Pair, held_out: list[Sample], logs: Logs
 ) -> Callable[[int, Params, bool], float | None]:
     """Measures the acceptance length after those steps that ask for it; None after the others."""
-    evaluators: list[Evaluator] = []  # made once it is needed
+    evaluator = Evaluator(config, pair.folder, held_out)
+    folder = Path(config.out) / "training" / "evaluated"
 
     def score(step: int, params: Params, finished: bool) -> float | None:
         if not held_out or not (finished or (config.eval_every and step % config.eval_every == 0)):
             return None
-        if not evaluators:
-            evaluators.append(_evaluator(config, pair, params, held_out))
-        values = evaluators[0](params)
+        write_draft(folder, pair, params)  # measured is what will be served
+        values = evaluator(folder)
+        shutil.rmtree(folder)
         logs.eval(step, values)
         return values["acceptance_length"]
 
     return score
-
-
-def _evaluator(config: TrainConfig, pair: Pair, params: Params, held_out: list[Sample]) -> Evaluator:
-    """An engine on the pair; its drafter's folder is needed only until it has loaded it."""
-    folder = Path(config.out) / "training" / "evaluated"
-    write_draft(folder, pair, params)
-    evaluator = Evaluator(config, pair.folder, folder, held_out)
-    shutil.rmtree(folder)
-    return evaluator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -162,16 +163,35 @@ def test_kill_in_the_middle_of_a_save_loses_nothing(data, tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [(4, 1), (2, 2)], ids=["dp4", "dp2-tp2"])
-def test_several_devices_learn_the_same(data, tmp_path, sizes):
-    alone = config_of(data, tmp_path / "one", stop_at=2)
-    split = config_of(data, tmp_path / "many", stop_at=2, data_parallel_size=sizes[0], tensor_parallel_size=sizes[1])
+def test_several_devices_learn_the_same_and_measure_it(data, tmp_path, sizes):
+    options = {"stop_at": 2, "eval_samples": 1, "eval_max_tokens": 16, "eval_every": 1}
+    alone = config_of(data, tmp_path / "one", **options)
+    split = config_of(data, tmp_path / "many", **options, data_parallel_size=sizes[0], tensor_parallel_size=sizes[1])
     train(alone)
     train(split)
     logs = [
-        [json.loads(line)["loss"] for line in (tmp_path / name / "training" / "log.jsonl").read_text().splitlines()]
+        [json.loads(line) for line in (tmp_path / name / "training" / "log.jsonl").read_text().splitlines()]
         for name in ("one", "many")
     ]
-    np.testing.assert_allclose(*logs, rtol=1e-5)
+    losses = [[line["loss"] for line in lines if line["kind"] == "train"] for lines in logs]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert [line["kind"] for line in logs[1]] == ["train", "eval"] * 2
+
+
+def test_a_measure_that_fails_costs_nothing_that_was_learnt(data, tmp_path, monkeypatch):
+    def fail(folder):
+        raise RuntimeError("no memory for an engine")
+
+    monkeypatch.setattr(loop, "Evaluator", lambda *args: fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        train(config_of(data, tmp_path / "draft", eval_samples=1))
+    log = (tmp_path / "draft" / "training" / "log.jsonl").read_text().splitlines()
+    with contextlib.closing(Checkpoints(tmp_path / "draft" / "training" / "checkpoints")) as checkpoints:
+        assert checkpoints.latest == json.loads(log[-1])["step"] > 2
+    monkeypatch.setattr(loop, "Evaluator", lambda *args: lambda folder: {"acceptance_length": 1.0})
+    for name in ("draft", "whole"):
+        train(config_of(data, tmp_path / name, eval_samples=1))
+    assert weights(tmp_path / "draft") == weights(tmp_path / "whole")
 
 
 def test_kept_features_are_as_good_as_computed_ones(data, tmp_path):
