@@ -97,11 +97,21 @@ def batch_of(seed=0):
     return Batch(jnp.asarray(tokens), jnp.array([T, 34], jnp.int32), jnp.asarray(anchors))
 
 
+@partial(jax.jit, static_argnums=(1, 2))
+def _features(params, config, taps, tokens):
+    return target_features(params, config, taps, tokens)
+
+
+def features_of(target, config, tokens):
+    return _features(target[1], target[0], config.target_layer_ids, tokens)
+
+
 def empty(config, rows, slots):
     shape = (rows, slots, config.num_key_value_heads, config.head_dim)
     return DenseKVCache.zeros(config.num_hidden_layers, shape, jnp.float32)
 
 
+@partial(jax.jit, static_argnums=1)
 def alone(params, config, features, block, anchor):
     """Hidden states of one block of one sequence, as serving drafts it: a cache cut at the anchor."""
     model = DraftModel(config).bind({"params": params})
@@ -117,7 +127,7 @@ def alone(params, config, features, block, anchor):
 def test_packed_blocks_are_what_each_is_alone(target, layers, extra):
     config = draft_of(layers, **extra)
     params, batch = params_of(config), batch_of()
-    features = target_features(target[1], target[0], config.target_layer_ids, batch.tokens)
+    features = features_of(target, config, batch.tokens)
     anchors = jnp.maximum(batch.anchors, 0)
     block = jax.random.normal(jax.random.key(2), (*anchors.shape, G, config.hidden_size))
     cotangent = jax.random.normal(jax.random.key(3), block.shape)
@@ -126,24 +136,28 @@ def test_packed_blocks_are_what_each_is_alone(target, layers, extra):
         return draft_hidden(params, config, features, block, anchors)
 
     def one_by_one(params, features, block):
-        return jnp.stack(
-            [
-                jnp.stack([alone(params, config, features[b], block[b, a], anchors[b, a]) for a in range(5)])
-                for b in range(2)
-            ]
-        )
+        def of_sequence(sequence):
+            features, block, anchors = sequence
+            return jax.lax.map(lambda own: alone(params, config, features, *own), (block, anchors))
 
-    found, pull = jax.vjp(packed, params, features, block)
-    expected, pull_expected = jax.vjp(one_by_one, params, features, block)
+        return jax.lax.map(of_sequence, (features, block, anchors))
+
+    @partial(jax.jit, static_argnums=0)
+    def with_gradients(function, *args):
+        found, pull = jax.vjp(function, *args)
+        return found, pull(cotangent)
+
+    found, gradients = with_gradients(packed, params, features, block)
+    expected, true_gradients = with_gradients(one_by_one, params, features, block)
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
-    for mine, true in zip(jax.tree.leaves(pull(cotangent)), jax.tree.leaves(pull_expected(cotangent)), strict=True):
+    for mine, true in zip(jax.tree.leaves(gradients), jax.tree.leaves(true_gradients), strict=True):
         np.testing.assert_allclose(mine, true, rtol=2e-3, atol=2e-4 * float(jnp.abs(true).max()))
 
 
 def test_features_are_those_of_serving(target):
     config, params = target
     tokens = batch_of().tokens
-    found = target_features(params, config, (0, 2), tokens)
+    found = _features(params, config, (0, 2), tokens)
     model, cache = TargetModel(config).bind({"params": params}), empty(config, 2, T)
     pieces = []
     for start in range(0, T, 8):  # in chunks, as prompts are processed
@@ -153,11 +167,14 @@ def test_features_are_those_of_serving(target):
     np.testing.assert_allclose(found, jnp.concatenate(pieces, axis=1), rtol=1e-4, atol=1e-5)
 
 
-def loss_of(params, batch, target, config, **options):
-    features = target_features(target[1], target[0], config.target_layer_ids, batch.tokens)
-    embedding = target[1]["embed_tokens"]
-    defaults = {"loss": "decay", "gamma": 7.0, "alpha": 0.5}
-    return block_loss(params, batch, features, embedding, embedding, config=config, **(defaults | options))
+def loss_of(params, batch, target, config, loss="decay"):
+    @jax.jit
+    def jitted(params, batch, embedding, target_params):
+        features = target_features(target_params, target[0], config.target_layer_ids, batch.tokens)
+        options = {"config": config, "loss": loss, "gamma": 7.0, "alpha": 0.5}
+        return block_loss(params, batch, features, embedding, embedding, **options)
+
+    return jitted(params, batch, target[1]["embed_tokens"], target[1])
 
 
 @pytest.mark.parametrize("loss", ["decay", "dpace"])
@@ -166,7 +183,7 @@ def test_loss_and_measures_are_those_of_a_plain_loop(target, loss, monkeypatch):
     config = draft_of("mixed")
     params, batch = params_of(config), batch_of()
     value, measured = loss_of(params, batch, target, config, loss=loss)
-    features = target_features(target[1], target[0], config.target_layer_ids, batch.tokens)
+    features = features_of(target, config, batch.tokens)
     embedding = target[1]["embed_tokens"]
     total = weight_sum = 0.0
     right_at, seen_at, accepted = np.zeros(G - 1), np.zeros(G - 1), []
@@ -222,6 +239,7 @@ def test_nothing_beyond_an_anchor_tells_what_comes(target):
     anchors = jnp.array([[12], [12]], jnp.int32)
     other = batch.tokens.at[:, 13:].set((batch.tokens[:, 13:] + 7) % 62 + 2)
 
+    @jax.jit
     def hidden(tokens):
         labels, _ = block_tokens(Batch(tokens, batch.lengths, anchors), G)
         block = target[1]["embed_tokens"][jnp.where(jnp.arange(G) == 0, labels, 1)]
