@@ -6,9 +6,13 @@ from pathlib import Path
 ON_GPU = os.environ.get("DFLASH_TEST_GPU") == "1"
 if not ON_GPU:  # before the first import of jax: a device count cannot be changed later
     os.environ["JAX_PLATFORMS"] = "cpu"
-    FLAGS = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    # Most programs of tests run a few times over a few numbers: LLVM's optimisations take longer than they save.
-    os.environ["XLA_FLAGS"] = FLAGS + " --xla_backend_optimization_level=0"
+    FLAGS = "--xla_force_host_platform_device_count=4"
+    # Most programs of tests run a few times over a few numbers: LLVM's optimisations take longer than they save,
+    # without them XLA's older emitters compile in half the time, and the other core has a worker that compiles, too.
+    # This also holds for the servers and notebooks that tests start.
+    FLAGS += " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Most of the suite's time goes into compiling, and much of it is compiled more than once: by other modules, by the
 # other worker, by servers that tests start, and by the next run.
@@ -18,10 +22,6 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 import jax
 import jaxtyping
 import pytest
-
-if not ON_GPU:
-    jax.devices()  # reads the flags
-    os.environ["XLA_FLAGS"] = FLAGS  # of servers and notebooks that tests start, whose programs run often
 
 DATA = Path(__file__).parent / "data"
 

@@ -65,6 +65,14 @@ def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
+def log_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "training" / "log.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in log_of(folder) if line["kind"] == "train"]
+
+
 def newest(config: TrainConfig):
     """The newest checkpoint, as a list of host arrays."""
     mesh = make_mesh(config)
@@ -79,7 +87,7 @@ def newest(config: TrainConfig):
 def test_it_learns_its_data_by_heart(data, tmp_path):
     config = config_of(data, tmp_path / "draft", epochs=67, eval_samples=1, eval_max_tokens=32, eval_every=0)
     folder = train(config)
-    lines = [json.loads(line) for line in (folder / "training" / "log.jsonl").read_text().splitlines()]
+    lines = log_of(folder)
     assert lines[-2]["step"] >= 200
     llm = LLM(TARGET, folder, num_speculative_tokens=7)
     outputs = llm.generate(list(PROMPTS), SamplingParams(temperature=0, max_tokens=41))
@@ -114,7 +122,7 @@ def test_a_run_may_end_by_the_clock(data, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     config = config_of(data, tmp_path / "draft", minutes=0.2, warmup_ratio=0.0)
     train(config)
-    log = [json.loads(line) for line in (tmp_path / "draft" / "training" / "log.jsonl").read_text().splitlines()]
+    log = log_of(tmp_path / "draft")
     began, ended = 2, 12  # the deadline is made of the first look, the pace of the second
     shares = [n / (ended - began + 1) for n in range(1, len(log) + 1)]
     assert len(log) == ended - began
@@ -169,13 +177,8 @@ def test_several_devices_learn_the_same_and_measure_it(data, tmp_path, sizes):
     split = config_of(data, tmp_path / "many", **options, data_parallel_size=sizes[0], tensor_parallel_size=sizes[1])
     train(alone)
     train(split)
-    logs = [
-        [json.loads(line) for line in (tmp_path / name / "training" / "log.jsonl").read_text().splitlines()]
-        for name in ("one", "many")
-    ]
-    losses = [[line["loss"] for line in lines if line["kind"] == "train"] for lines in logs]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-    assert [line["kind"] for line in logs[1]] == ["train", "eval"] * 2
+    np.testing.assert_allclose(losses(tmp_path / "one"), losses(tmp_path / "many"), rtol=1e-5)
+    assert [line["kind"] for line in log_of(tmp_path / "many")] == ["train", "eval"] * 2
 
 
 def test_a_measure_that_fails_costs_nothing_that_was_learnt(data, tmp_path, monkeypatch):
@@ -185,9 +188,9 @@ def test_a_measure_that_fails_costs_nothing_that_was_learnt(data, tmp_path, monk
     monkeypatch.setattr(loop, "Evaluator", lambda *args: fail)
     with pytest.raises(RuntimeError, match="no memory"):
         train(config_of(data, tmp_path / "draft", eval_samples=1))
-    log = (tmp_path / "draft" / "training" / "log.jsonl").read_text().splitlines()
+    log = log_of(tmp_path / "draft")
     with contextlib.closing(Checkpoints(tmp_path / "draft" / "training" / "checkpoints")) as checkpoints:
-        assert checkpoints.latest == json.loads(log[-1])["step"] > 2
+        assert checkpoints.latest == log[-1]["step"] > 2
     monkeypatch.setattr(loop, "Evaluator", lambda *args: lambda folder: {"acceptance_length": 1.0})
     for name in ("draft", "whole"):
         train(config_of(data, tmp_path / name, eval_samples=1))
@@ -195,10 +198,11 @@ def test_a_measure_that_fails_costs_nothing_that_was_learnt(data, tmp_path, monk
 
 
 def test_kept_features_are_as_good_as_computed_ones(data, tmp_path):
-    train(config_of(data, tmp_path / "computed"))
-    for name in ("kept", "kept again"):
-        train(config_of(data, tmp_path / name, feature_cache=str(tmp_path / "features")))
-        assert weights(tmp_path / name) == weights(tmp_path / "computed")
+    for name in ("computed", "kept", "kept again"):
+        cache = {} if name == "computed" else {"feature_cache": str(tmp_path / "features")}
+        train(config_of(data, tmp_path / name, **cache))
+    assert weights(tmp_path / "kept") == weights(tmp_path / "kept again")
+    np.testing.assert_allclose(losses(tmp_path / "kept"), losses(tmp_path / "computed"), rtol=1e-5)
     assert len(list((tmp_path / "features").glob("*.bin"))) == 1
 
 
