@@ -150,13 +150,14 @@ def _load(
         return Model(model, jax.block_until_ready(params), kv_scales)
 
 
-def load_other_draft(folder: Path, engine: Engine) -> Model:
+def load_other_draft(draft_model: str | Path, engine: Engine) -> Model:
     """Another drafter, in the form in which an engine holds its own.
 
     Raises:
         ConfigError: it does not fit the target.
-        CheckpointError: a file or tensor is missing, damaged or surplus.
+        CheckpointError: a folder, file or tensor is missing, damaged or surplus.
     """
+    folder = resolve_folder(draft_model)
     target = Model(engine.spec.target, engine.runner.params[0], None)
     draft = _read_draft_config(folder, engine.spec.target)
     return _load_draft(folder, draft, target, engine.config, engine.runner.mesh)

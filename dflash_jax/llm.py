@@ -9,7 +9,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dflash_jax.checkpoint.folder import resolve_folder
 from dflash_jax.config import EngineArgs
 from dflash_jax.core import Prompt, RequestOutput, SamplingParams
 from dflash_jax.engine.request import Request, one_each
@@ -47,7 +46,7 @@ class LLM:
             CheckpointError: a folder, file or tensor is missing, damaged or surplus.
             RuntimeError: something waits, runs or is in flight.
         """
-        self.engine.replace_draft(load_other_draft(resolve_folder(draft_model), self.engine))
+        self.engine.replace_draft(load_other_draft(draft_model, self.engine))
 
     def generate(
         self,
