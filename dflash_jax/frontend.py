@@ -151,15 +151,17 @@ def _load(
 
 
 def load_other_draft(draft_model: str | Path, engine: Engine) -> Model:
-    """Another drafter, in the form in which an engine holds its own.
+    """Another drafter of the same configuration, in the form in which an engine holds its own.
 
     Raises:
-        ConfigError: it does not fit the target.
+        ConfigError: its configuration is another.
         CheckpointError: a folder, file or tensor is missing, damaged or surplus.
     """
     folder = resolve_folder(draft_model)
     target = Model(engine.spec.target, engine.runner.params[0], None)
     draft = _read_draft_config(folder, engine.spec.target)
+    if draft != engine.spec.draft:
+        raise ConfigError(f"{folder}: its configuration is not that of the drafter in use; load it with a new LLM.")
     return _load_draft(folder, draft, target, engine.config, engine.runner.mesh)
 
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dflash_jax import LLM
+from dflash_jax import LLM, ConfigError, SamplingParams
 from dflash_jax.checkpoint.loader import load_params
 from dflash_jax.engine import engine as engine_module
 from dflash_jax.models.linear import project
@@ -169,6 +169,20 @@ def test_other_weights_are_quantised_too(tmp_path):
     llm, expected = LLM(*folders, **options), LLM(folders[0], other, **options)
     llm.replace_draft(other)
     assert_same(llm.engine.runner.params[1], expected.engine.runner.params[1])
+
+
+def test_only_a_drafter_of_the_same_configuration_takes_anothers_place(tmp_path):
+    folders = small_pair(tmp_path)
+    wider = write_model(tmp_path / "wider", DRAFT | {"intermediate_size": 2 * DRAFT["intermediate_size"]}, 2)
+    llm, bare = LLM(*folders, max_num_seqs=1), LLM(folders[0], max_num_seqs=1)
+    before = llm.engine.runner.params[1]
+    for engine, draft in ((llm, wider), (bare, folders[1])):
+        with pytest.raises(ConfigError, match=f"{draft}: its configuration is not that of the drafter in use"):
+            engine.replace_draft(draft)
+    assert llm.engine.runner.params[1] is before
+    llm.engine.add(llm.frontend.request(prompt(1, 2), SamplingParams(max_tokens=4)).sequences)
+    with pytest.raises(RuntimeError, match="at work"):
+        llm.replace_draft(folders[1])
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")

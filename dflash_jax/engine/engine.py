@@ -36,7 +36,7 @@ from dflash_jax.engine.state import (
     Tables,
 )
 from dflash_jax.engine.warmup import compile_counter
-from dflash_jax.errors import ConfigError, QueueFullError
+from dflash_jax.errors import QueueFullError
 
 logger = logging.getLogger(__name__)
 
@@ -121,11 +121,8 @@ class Engine:
         """Draft with another drafter of the same configuration from now on, and forget the K/V that the old one left.
 
         Raises:
-            ConfigError: its configuration is another.
             RuntimeError: something waits, runs or is in flight.
         """
-        if draft.config != self.spec.draft:
-            raise ConfigError("the drafter's configuration is not that of the one in use; load it with a new LLM.")
         if not self.is_idle:
             raise RuntimeError("an engine at work keeps its drafter; wait until it is idle.")
         self.runner.replace_draft(draft)

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,13 +44,15 @@ def flags(options):
 
 @pytest.fixture(scope="module")
 def drafted(tmp_path_factory):
-    """Rounds of 3 drafts of which 2 are kept."""
+    """Rounds of 3 drafts of which 2 are kept, compiled as users compile: traces of the tests' flags name less."""
     folder = tmp_path_factory.mktemp("round")
     (folder / "baseline.json").write_text(json.dumps({"rows": BASELINE}))
     options = SMALL | {"--context": 24, "--output-len": 24, "--num-accepted-tokens": 2, "--trace-rounds": 2}
     options |= {"--baseline": folder / "baseline.json", "--output": folder / "out.json", "--draft-sliding-window": 8}
     options |= {"--kv-cache-memory-bytes": 1 << 20}
-    assert main(["round", *flags(options), "--batch-size", "1", "4", "--prefill"]) == 0
+    arguments = ["round", *flags(options), "--batch-size", "1", "4", "--prefill"]
+    command = [sys.executable, "-m", "dflash_jax.bench", *arguments]
+    subprocess.run(command, env=os.environ | {"XLA_FLAGS": ""}, check=True)
     return json.loads((folder / "out.json").read_text())
 
 
@@ -77,8 +82,7 @@ def test_trace_accounts_for_the_parts(drafted):
         assert {"draft", "draft_context", "verify_gemm", "verify_attention", "head", "sampling", "forcing"} <= set(
             parts
         )
-        assert "prefill" not in parts
-        assert parts.get("other", 0) < 0.01 * row["trace"]["busy_ms"]
+        assert not {"prefill", "other"} & set(parts)
         assert sum(parts.values()) > 0.999 * row["trace"]["busy_ms"] > 0
         assert {kernel["calls"] % 0.5 for kernel in row["trace"]["kernels"]} == {0}  # of two whole rounds
 
