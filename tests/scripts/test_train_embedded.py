@@ -11,6 +11,8 @@ import train_embedded
 from transformers import AutoTokenizer
 
 from dflash_jax import LLM, SamplingParams
+from dflash_jax.checkpoint.export import save_model
+from dflash_jax.checkpoint.loader import load_params
 from dflash_jax.config import target_config
 from dflash_jax.models.target import TargetModel
 from dflash_jax.train.cache import SequenceCache
@@ -52,6 +54,7 @@ def trained(folders, tokenizer):
     corpus, out = folders
     sizes = ["--layers", "1", "--rows", "4", "--length", "32", "--steps", "40"]
     train_embedded.main(["target", "--corpus", str(corpus), "--out", str(out), *sizes])
+    train_embedded.main(["target", "--corpus", str(corpus), "--out", str(out), *sizes, "--grow"])
     return out
 
 
@@ -92,8 +95,8 @@ def test_another_tokenizer_makes_other_tokens(folders, tokenizer):
     assert len(train_embedded.tokens_of(corpus, "train", tokenizer.backend_tokenizer)) > 3
 
 
-def small_config():
-    return target_config(train_embedded.TARGET | {"num_hidden_layers": 1, "vocab_size": 64})
+def small_config(layers=1):
+    return target_config(train_embedded.TARGET | {"num_hidden_layers": layers, "vocab_size": 64})
 
 
 def test_the_loss_is_that_of_the_model_in_float32_but_for_rounding():
@@ -109,6 +112,36 @@ def test_the_loss_is_that_of_the_model_in_float32_but_for_rounding():
     found, gradients = jax.jit(jax.value_and_grad(train_embedded.loss_of), static_argnums=2)(params, tokens, config)
     assert float(found) == pytest.approx(-float(chosen.mean()), rel=5e-3)
     assert {gradient.dtype for gradient in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.float32)}
+
+
+def test_a_grown_model_computes_the_same():
+    config, deeper = small_config(2), small_config(4)
+    tokens, positions = jnp.arange(12).reshape(1, 12), jnp.arange(12).reshape(1, 12)
+
+    def initial(config, seed):
+        return TargetModel(config).init(jax.random.key(seed), tokens, positions, SequenceCache())["params"]
+
+    def hidden(config, params):
+        return TargetModel(config).apply({"params": params}, tokens, positions, SequenceCache())[0]
+
+    params = initial(config, 0)
+    found = train_embedded.grown(params, initial(deeper, 1))
+    assert jnp.array_equal(hidden(deeper, found), hidden(config, params))
+    assert not jnp.array_equal(found["layers_1"]["mlp"]["gate_up_proj"], found["layers_0"]["mlp"]["gate_up_proj"])
+
+
+def test_weights_are_computed_with_as_the_file_holds_them(tmp_path):
+    raw = train_embedded.TARGET | {"num_hidden_layers": 1, "vocab_size": 64}
+    config = target_config(raw)
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    params = TargetModel(config).init(jax.random.key(0), tokens, tokens, SequenceCache())["params"]
+    save_model(tmp_path, raw, config, params, "fp8_e4m3")
+    read = load_params(tmp_path, config, jnp.float32)
+    found = train_embedded.as_stored(params, config)
+    found = {**found, "embed_tokens": found["embed_tokens"].astype(jnp.bfloat16)}
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(read), strict=True):
+        assert jnp.mean(one != other.astype(jnp.bfloat16)) < 1e-3  # XLA divides by a constant in another way than NumPy
+    assert not jnp.array_equal(read["layers_0"]["mlp"]["gate_up_proj"], params["layers_0"]["mlp"]["gate_up_proj"])
 
 
 def test_only_matrices_decay():
@@ -132,7 +165,8 @@ def test_rows():
 
 def test_the_target_has_learnt_and_is_served(trained):
     llm = LLM(trained, max_num_seqs=1, max_model_len=256)
-    assert llm.engine.target.config.max_position_embeddings == 2048
+    config = llm.engine.target.config
+    assert (config.max_position_embeddings, config.num_hidden_layers) == (2048, 2)
     params = SamplingParams(temperature=0, max_tokens=24)
     (result,) = llm.generate("    def area(self):\n        if self.width > 0:\n", params)
     assert "for row in range(12):" in result.outputs[0].text
