@@ -15,7 +15,9 @@ from dflash_jax.errors import ConfigError, DFlashError
 from dflash_jax.flags import add_engine_arguments, engine_options
 from dflash_jax.llm import LLM
 
-EMBEDDED_PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n"
+EMBEDDED_PROMPT = (
+    'class Node:\n    """A node of a binary tree."""\n\n    def __init__(self, value, left=None, right=None):\n'
+)
 WARM_UP_TOKENS = 32  # before a request alone
 MOST_WARM_UPS = 3  # before a comparison, each as long as the request
 
