@@ -157,9 +157,7 @@ def as_stored(params: Params, config: TargetConfig) -> Params:
     """The weights to compute with: projections as in the file, gradients as if they were not rounded."""
 
     def stored(parameter: Parameter) -> Array:
-        weight: Any = params
-        for name in parameter.path:
-            weight = weight[name]
+        weight = parameter.of(params)
         if parameter.path[-1] in PROJECTIONS:
             values, scales = to_e4m3(weight, output_axes(parameter.axes))
             shape = scales.shape + (1,) * (weight.ndim - scales.ndim)

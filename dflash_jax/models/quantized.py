@@ -76,9 +76,7 @@ def quantize_draft(
     """
 
     def quantized(parameter: Parameter) -> Any:
-        array: Any = params
-        for key in parameter.path:
-            array = array[key]
+        array = parameter.of(params)
         return _quantized(array, parameter.axes, place) if parameter.path[-1] in QUANTIZED else array
 
     found = build(parameters_of(checkpoint_table(config), config), quantized)

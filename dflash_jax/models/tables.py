@@ -25,6 +25,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -161,6 +163,10 @@ class Parameter:
     axes: tuple[str, ...]
     parts: Mapping[str, tuple[int, ...]]
 
+    def of(self, params: Mapping[str, Any]) -> Any:
+        """What stands there in a model's parameters."""
+        return reduce(getitem, self.path, params)
+
     @property
     def axis(self) -> int:
         """Along which the parts lie side by side."""
@@ -229,10 +235,7 @@ def checkpoint_tensors(config: TargetConfig | DraftConfig, params: Mapping[str, 
     """The tensors of a checkpoint by name, in its shapes, out of a model's parameters; on the host."""
     table, tensors = checkpoint_table(config), {}
     for parameter in parameters_of(table, config):
-        array: Any = params
-        for key in parameter.path:
-            array = array[key]
-        for name, part in parameter.split(np.asarray(array)).items():
+        for name, part in parameter.split(np.asarray(parameter.of(params))).items():
             tensors[name] = part.reshape(checkpoint_shape(table[name], config))
     return tensors
 
