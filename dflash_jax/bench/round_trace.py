@@ -44,6 +44,7 @@ STEPS = ("write_context", "/draft/", "/verify/", "jit(commit)")
 COMMIT = STEPS[-1]
 # Those of a round whose layers may have kernels in common, in their order, with the model of each.
 MODELS = {"/draft/": "/draft/DraftModel", "/verify/": "/verify/TargetModel"}
+DRAFTED = "DraftModel.tokens"  # with which a drafter ends
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,8 @@ class Scopes:
         scopes = [self.of(kernel) for kernel in kernels]
         steps = [step_of(scope) for scope in scopes]
         found, next_step = [], ""
-        for kernel, scope, named, step in reversed(list(zip(kernels, scopes, steps, in_order(steps), strict=True))):
+        ordered = in_order(steps, [DRAFTED in scope for scope in scopes])
+        for kernel, scope, named, step in reversed(list(zip(kernels, scopes, steps, ordered, strict=True))):
             if scope:
                 next_step = step
             if step != named:
@@ -190,17 +192,24 @@ def step_of(scope: str) -> str:
     return next((step for step in STEPS if step in scope), "")
 
 
-def in_order(steps: Sequence[str]) -> list[str]:
-    """Steps of kernels by start, where each round drafts, then verifies, then commits: as many as can be are kept."""
+def in_order(steps: Sequence[str], drafted: Sequence[bool]) -> list[str]:
+    """Steps of kernels by start, where each round drafts, then verifies, then commits: as many as can be are kept.
+
+    Where a drafter shares most of its kernels with the target, few of the target's bear its name; so what follows the
+    drafter's own end, which `drafted` tells, is verified.
+    """
     (first, second), found, begin = MODELS, list(steps), 0
     for end in [*(i for i, step in enumerate(steps) if step == COMMIT), len(steps)]:
-        named = np.array(steps[begin:end], object)
-        # Of a boundary before each kernel, and after the last: the wrong ones before it, and those from it on.
-        wrong_before = np.concatenate([[0], (named == second).cumsum()])
-        wrong_after = (named == first).sum() - np.concatenate([[0], (named == first).cumsum()])
-        boundary = begin + int(np.argmin(wrong_before + wrong_after))
+        if any(drafted[begin:end]):
+            boundary = begin + list(drafted[begin:end]).index(True)
+        else:
+            named = np.array(steps[begin:end], object)
+            # Of a boundary before each kernel, and after the last: the wrong ones before it, and those from it on.
+            wrong_before = np.concatenate([[0], (named == second).cumsum()])
+            wrong_after = (named == first).sum() - np.concatenate([[0], (named == first).cumsum()])
+            boundary = begin + int(np.argmin(wrong_before + wrong_after))
         for i in range(begin, end):
-            if steps[i] in MODELS:
+            if steps[i] in MODELS and not drafted[i]:
                 found[i] = first if i < boundary else second
         begin = end + 1
     return found

@@ -343,6 +343,19 @@ def test_a_kernel_that_layers_share_is_of_the_step_that_runs_it():
     }
 
 
+def test_kernels_that_drafter_and_target_share_are_of_who_runs_them():
+    def layers(number):
+        return [("dot", "jit(greedy_round)/draft/DraftModel/layers_0/mlp/dot_general"), ("nvjet", "")] * number
+
+    head, argmax = ((name, f"jit(greedy_round)/draft/DraftModel.tokens/{name}") for name in ("dot_general", "reduce"))
+    own = ("gather", "jit(greedy_round)/verify/TargetModel.embed/gather")
+    run = [*layers(2), head, ("nvjet", ""), argmax, own, *layers(6), ("argmax", "jit(greedy_round)/jit(commit)/reduce")]
+    kernels = [Kernel(name, "jit_greedy_round", name, scope, i, i + 1) for i, (name, scope) in enumerate(run * 3)]
+    found = Counter(map(part_of, kernels, Scopes(kernels).of_all(kernels)))
+    # The last product before `commit` may be its head.
+    assert found == {"draft": 3 * 5, "head": 3 * 3, "verify_gemm": 3 * 11, "verify_other": 3, "sampling": 3}
+
+
 def test_spans():
     def kernel(module, operation, start, end):
         return Kernel("k", module, operation, "", start, end)
