@@ -119,6 +119,8 @@ def test_a_run_that_goes_on_is_the_same_bit_for_bit(data, tmp_path):
         np.testing.assert_array_equal(mine, true)
     with pytest.raises(ConfigError, match=r"learning_rate=0\.003, not 0\.1"):
         train(config_of(data, tmp_path / "parts", learning_rate=0.1))
+    with pytest.raises(ConfigError, match="eval_samples=0, not 1"):  # what was trained on would be held out
+        train(config_of(data, tmp_path / "parts", eval_samples=1))
 
 
 def test_a_run_may_end_by_the_clock(data, tmp_path, monkeypatch):
