@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.profiler import ProfileData
 
 MOST_KERNELS = 25  # listed by name
@@ -193,24 +192,18 @@ def step_of(scope: str) -> str:
 
 
 def in_order(steps: Sequence[str], drafted: Sequence[bool]) -> list[str]:
-    """Steps of kernels by start, where each round drafts, then verifies, then commits: as many as can be are kept.
+    """Steps of kernels by start, where each round drafts, then verifies, then commits.
 
-    Where a drafter shares most of its kernels with the target, few of the target's bear its name; so what follows the
-    drafter's own end, which `drafted` tells, is verified.
+    A kernel that drafter and target share bears the name of one of them, and they may share nearly all. So the end of
+    the drafter, which `drafted` tells, parts what is drafted from what is verified.
     """
     (first, second), found, begin = MODELS, list(steps), 0
     for end in [*(i for i, step in enumerate(steps) if step == COMMIT), len(steps)]:
-        if any(drafted[begin:end]):
-            boundary = begin + list(drafted[begin:end]).index(True)
-        else:
-            named = np.array(steps[begin:end], object)
-            # Of a boundary before each kernel, and after the last: the wrong ones before it, and those from it on.
-            wrong_before = np.concatenate([[0], (named == second).cumsum()])
-            wrong_after = (named == first).sum() - np.concatenate([[0], (named == first).cumsum()])
-            boundary = begin + int(np.argmin(wrong_before + wrong_after))
-        for i in range(begin, end):
-            if steps[i] in MODELS and not drafted[i]:
-                found[i] = first if i < boundary else second
+        boundary = next((i for i in range(begin, end) if drafted[i]), None)
+        if boundary is not None:
+            for i in range(begin, end):
+                if steps[i] in MODELS and not drafted[i]:
+                    found[i] = first if i < boundary else second
         begin = end + 1
     return found
 
