@@ -15,9 +15,9 @@ if not ON_GPU:  # before the first import of jax: a device count cannot be chang
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Most of the suite's time goes into compiling, and much of it is compiled more than once: by other modules, by the
-# other worker, by servers that tests start, and by the next run. To write small programs takes longer than it saves.
+# other worker, by servers that tests start, and by the next run.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import jax
 import jaxtyping
