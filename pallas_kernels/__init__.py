@@ -8,6 +8,18 @@ from pallas_kernels.all_reduce import Peers, all_reduce, all_reduce_add_norm
 from pallas_kernels.masks import visible
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rotary import Rotary
+from pallas_kernels.swiglu import gated, swiglu
 from pallas_kernels.write_kv import write_kv
 
-__all__ = ["Peers", "Rotary", "add_norm", "all_reduce", "all_reduce_add_norm", "paged_attention", "visible", "write_kv"]
+__all__ = [
+    "Peers",
+    "Rotary",
+    "add_norm",
+    "all_reduce",
+    "all_reduce_add_norm",
+    "gated",
+    "paged_attention",
+    "swiglu",
+    "visible",
+    "write_kv",
+]

@@ -22,7 +22,12 @@ def hidden_states(folders, kv_cache_dtype, monkeypatch, implementation):
     found = []
     with monkeypatch.context() as patch:
         if implementation is not None:
-            for module, name in ((paged, "paged_attention"), (paged, "write_kv"), (parallel, "add_norm")):
+            for module, name in (
+                (paged, "paged_attention"),
+                (paged, "write_kv"),
+                (parallel, "add_norm"),
+                (parallel, "swiglu"),
+            ):
                 patch.setattr(module, name, partial(getattr(module, name), implementation=implementation))
         for name in ("verify", "prefill"):
             original = getattr(steps, name)

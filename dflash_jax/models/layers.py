@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig, LayerMask, RopeConfig
 from dflash_jax.models.linear import project
-from dflash_jax.models.parallel import Devices, project_add_norm
+from dflash_jax.models.parallel import Devices, project_add_norm, project_swiglu
 from dflash_jax.models.tables import attention_table, declare, mlp_table, norms_table
 from pallas_kernels.rotary import Rotary, rms_norm
 
@@ -133,17 +132,17 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU, up to its last projection."""
+    """SwiGLU, up to its last projection; `devices` are as for `project_swiglu`."""
 
     config: DecoderConfig
+    devices: Devices | None = None
 
     def setup(self) -> None:
         self.weights = declare(self, mlp_table(self.config), self.config)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        gate_up = project(x, self.weights["gate_up_proj"], self.weights.get("gate_up_proj_bias"))  # [B, T, E, 2, I]
-        hidden = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
-        return hidden.reshape(*x.shape[:-1], -1)
+        weight, bias = self.weights["gate_up_proj"], self.weights.get("gate_up_proj_bias")
+        return project_swiglu(x, weight, bias, self.devices)
 
 
 class DecoderLayer(nn.Module):
@@ -159,7 +158,7 @@ class DecoderLayer(nn.Module):
     def setup(self) -> None:
         self.norms = declare(self, norms_table(), self.config)
         self.self_attn = Attention(self.config)
-        self.mlp = MLP(self.config)
+        self.mlp = MLP(self.config, self.devices)
 
     def __call__(
         self,

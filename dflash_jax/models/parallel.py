@@ -15,7 +15,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.linear import Weight, project
-from pallas_kernels import Peers, add_norm, all_reduce, all_reduce_add_norm
+from dflash_jax.models.quantized import Quantized
+from dflash_jax.models.transposed import Transposed
+from pallas_kernels import Peers, add_norm, all_reduce, all_reduce_add_norm, gated, swiglu
 
 ROW = 128  # float32 numbers: the least that the kernel sums
 PART = 64  # numbers whose maximum is found first, on CPUs
@@ -77,6 +79,29 @@ def project_add_norm(
     function = jax.shard_map(on_each, mesh=devices.mesh, in_specs=in_specs, out_specs=whole, check_vma=False)
     added, normed = function(x, inputs, leaves, bias, norm, devices.peers)
     return added, normed
+
+
+def project_swiglu(
+    x: Float[Array, "B T D"], weight: Weight, bias: Float[Array, "E 2 I"] | None, devices: Devices | None
+) -> Float[Array, "B T F"]:
+    """The hidden units of an MLP, split over the devices where their parts are.
+
+    Args:
+        x: what goes into it, normed.
+        weight: of gate and up, [E, 2, I, D].
+        bias: of both.
+        devices: as for `project_add_norm`.
+    """
+    if devices is None or bias is not None or isinstance(weight, Quantized | Transposed):
+        return gated(project(x, weight, bias))
+    if devices.mesh.size == 1:
+        return swiglu(x, weight)
+    is_split, whole = devices.share(len(weight)), PartitionSpec()
+    in_specs = (whole, PartitionSpec("tp") if is_split else whole)
+    out_specs = PartitionSpec(None, None, "tp") if is_split else whole
+    function = jax.shard_map(swiglu, mesh=devices.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    hidden: Array = function(x, weight)
+    return hidden
 
 
 def look_up(table: Float[Array, "V D"], tokens: Int[Array, "B T"], devices: Devices | None) -> Float[Array, "B T D"]:

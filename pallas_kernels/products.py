@@ -1,0 +1,219 @@
+"""Products of many rows on Hopper, on Pallas' Mosaic GPU backend, for kernels that go on with them on the chip.
+
+As many CTAs as there are multiprocessors go from tile to tile of ``x @ weight.T``. Warpgroups:
+
+* one producer starts TMA copies of rows of x and of the weight into a ring in shared memory, tile after tile;
+* two consumers multiply half of the rows of x each by wgmma, and then ``finish`` their part of the tile, in float32.
+
+Copies from beyond the ends of x and of the weight bring zeros; what is copied to beyond the end of a result is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _compat
+from pallas_kernels.shared_memory import tiled
+
+CONSUMERS = 2
+STEP = 128  # bytes of a row that a step reads: as wide as TMA swizzles
+ALIGNED = 8  # rows, of which arrays that are copied hold multiples
+BAND = 8  # blocks of rows that are taken together, so that what CTAs read at a time stays in L2
+_SHARED_MEMORY = 225 * 1024  # bytes of a CTA, less 2 KiB for barriers and alignment
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What a CTA computes at a time: rows of x by rows of the weight, ``columns``, and the bytes it needs for more."""
+
+    rows: int
+    columns: int
+    more: int
+
+    @property
+    def stages(self) -> int:
+        """Steps that the ring holds."""
+        return (_SHARED_MEMORY - self.more) // ((self.rows + self.columns) * STEP)
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that a step moves to shared memory and from it, whose speed binds wgmma with tiles of this size.
+
+        A wgmma reads its 64 rows and all columns.
+        """
+        return (self.rows + self.columns + self.rows // 64 * (64 + self.columns)) * STEP
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a product is cut: ``blocks`` of rows of x by ``pieces`` of the weight, and ``steps`` along the inputs."""
+
+    tile: Tile
+    blocks: int
+    pieces: int
+    steps: int
+
+    @property
+    def count(self) -> int:
+        """Of all tiles."""
+        return self.blocks * self.pieces
+
+    @property
+    def ctas(self) -> int:
+        """That the kernel is launched with."""
+        return min(_compat.sm_count(), self.count)
+
+    @property
+    def cost(self) -> int:
+        """Bytes by which the CTA with most tiles is busy."""
+        return pl.cdiv(self.count, self.ctas) * self.tile.traffic
+
+    def fill(self, rows: int, columns: int) -> float:
+        """The part of what the card could compute meanwhile that is asked for."""
+        room = pl.cdiv(self.count, _compat.sm_count()) * _compat.sm_count() * self.tile.rows * self.tile.columns
+        return rows * columns / room
+
+    def place(self, i: Any) -> tuple[Any, Any]:
+        """Block and piece of tile i: through all pieces with a band of blocks, then with the next band."""
+        band, rest = lax.div(i, BAND * self.pieces), lax.rem(i, BAND * self.pieces)
+        blocks = jnp.minimum(BAND, self.blocks - band * BAND)
+        return band * BAND + lax.rem(rest, blocks), lax.div(rest, blocks)
+
+
+def best(plans: Iterable[Plan]) -> Plan:
+    """The plan that keeps the busiest CTA least busy; the first of several."""
+    return min(plans, key=lambda plan: plan.cost)
+
+
+def own_rows(tile: Tile, me: Any) -> Any:
+    """The rows of a tile that are a consumer's."""
+    each = tile.rows // CONSUMERS
+    return pl.ds(me * each, each)
+
+
+def launch(
+    kernel: Callable[..., None], plan: Plan, outputs: list[jax.ShapeDtypeStruct], scratch: dict[str, Any], copies: int
+) -> Callable[..., Any]:
+    """The kernel over all CTAs: it is given operands, outputs and, by name, scratch, and calls ``multiply``.
+
+    Args:
+      kernel: by whose name profilers know it.
+      plan: of the product.
+      outputs: shapes and dtypes.
+      scratch: what it wants beside the ring.
+      copies: that bring a step's part of the weight.
+    """
+    return plgpu.kernel(
+        kernel,
+        out_type=outputs,
+        grid=(plan.ctas,),
+        grid_names=("cta",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch
+        | {
+            "full": plgpu.Barrier(num_barriers=plan.tile.stages, num_arrivals=1 + copies),
+            "empty": plgpu.Barrier(num_barriers=plan.tile.stages, num_arrivals=CONSUMERS),
+        },
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+
+
+def ring(plan: Plan, dtype: Any) -> dict[str, Any]:
+    """The scratch of the ring."""
+    depth = STEP // jnp.dtype(dtype).itemsize
+    rows, columns, stages = plan.tile.rows, plan.tile.columns, plan.tile.stages
+    return {"x_s": tiled((stages, rows, depth), dtype), "weight_s": tiled((stages, columns, depth), dtype)}
+
+
+def multiply(
+    x: Any,
+    plan: Plan,
+    fetch: Callable[[Any, Any, Any, Any], None],
+    finish: Callable[[jax.Array, Any, Any, Any], None],
+    s: dict[str, Any],
+) -> None:
+    """One CTA.
+
+    Args:
+      x: the rows.
+      plan: of the product.
+      fetch: starts the copies of a piece of the weight, given the piece, the inputs of a step, where to, the barrier.
+      finish: what a consumer does with its products, given these, the block and the piece, and which consumer it is.
+      s: the kernel's scratch.
+    """
+    cta, me = lax.axis_index("cta"), lax.axis_index("warpgroup")
+    count = pl.cdiv(plan.count - cta, plan.ctas)
+
+    @pl.when(me == CONSUMERS)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def produce(i: Any, nothing: None) -> None:
+            block, piece = plan.place(cta + i * plan.ctas)
+            rows = pl.ds(block * plan.tile.rows, plan.tile.rows)
+            _produce(x, rows, i * plan.steps, plan, lambda *where: fetch(piece, *where), s)
+
+        lax.fori_loop(0, count, produce, None)
+
+    @pl.when(me < CONSUMERS)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+
+        def consume(i: Any, nothing: None) -> None:
+            products = _consume(i * plan.steps, me, plan, s)
+            finish(products, *plan.place(cta + i * plan.ctas), me)
+
+        lax.fori_loop(0, count, consume, None)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _produce(x: Any, rows: Any, first: Any, plan: Plan, fetch: Callable[..., None], s: dict[str, Any]) -> None:
+    """The steps of a tile into the ring, as slots come free."""
+    depth = s["x_s"].shape[-1]
+
+    def step(k: Any, nothing: None) -> None:
+        slot, inputs = lax.rem(first + k, plan.tile.stages), pl.ds(k * depth, depth)
+
+        @pl.when(first + k >= plan.tile.stages)
+        def _():
+            plgpu.barrier_wait(s["empty"].at[slot])
+
+        plgpu.copy_gmem_to_smem(x.at[rows, inputs], s["x_s"].at[slot], s["full"].at[slot])
+        fetch(inputs, s["weight_s"].at[slot], s["full"].at[slot])
+
+    lax.fori_loop(0, plan.steps, step, None)
+
+
+def _consume(first: Any, me: Any, plan: Plan, s: dict[str, Any]) -> jax.Array:
+    """The products of a consumer's rows of a tile.
+
+    A slot is given back when the product after its own has begun, so that the tensor cores never wait for that.
+    """
+    mine, stages = own_rows(plan.tile, me), plan.tile.stages
+
+    def run(products: Any) -> jax.Array:
+        def step(k: Any, nothing: None) -> None:
+            slot = lax.rem(first + k, stages)
+            plgpu.barrier_wait(s["full"].at[slot])
+            plgpu.wgmma(products, s["x_s"].at[slot, mine], _compat.smem_transpose(s["weight_s"].at[slot]))
+            plgpu.wgmma_wait(1)
+
+            @pl.when(k > 0)
+            def _():
+                plgpu.barrier_arrive(s["empty"].at[lax.rem(first + k - 1, stages)])
+
+        lax.fori_loop(0, plan.steps, step, None)
+        return products[...]
+
+    products = pl.run_scoped(run, plgpu.ACC((mine.size, plan.tile.columns), jnp.float32))
+    plgpu.barrier_arrive(s["empty"].at[lax.rem(first + plan.steps - 1, stages)])
+    return products

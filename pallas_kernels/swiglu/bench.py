@@ -1,0 +1,92 @@
+"""``python -m pallas_kernels.swiglu.bench``: microseconds of the first half of an MLP, by model and tokens."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import timing
+from pallas_kernels.swiglu import mosaic, reference
+
+MODELS = {  # D, F
+    "qwen3-0.6b": (1024, 3072),
+    "qwen3-1.7b": (2048, 6144),
+    "qwen3-4b": (2560, 9728),
+    "qwen3-8b": (4096, 12288),
+    "qwen3-14b": (5120, 17408),
+    "qwen3-32b": (5120, 25600),
+}
+PARTS = 16
+BYTES = 3 << 29  # of different weights in a program: many times what L2 holds
+FUNCTIONS: dict[str, Callable[..., Any]] = {"reference": reference.swiglu, "mosaic": mosaic.swiglu}
+TURNS = 4
+
+
+def operands(model: str, tokens: int, calls: int) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Random tokens and weights, of each call its own; products are of the size of 1."""
+    D, F = MODELS[model]
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def normal(key: jax.Array, shape: tuple[int, ...], deviation: float) -> jax.Array:
+        return jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(deviation)
+
+    keys = jax.random.split(jax.random.key(0), 2 * calls)
+    xs = [normal(key, (tokens, D), 1) for key in keys[:calls]]
+    return xs, [normal(key, (PARTS, 2, F // PARTS, D), D**-0.5) for key in keys[calls:]]
+
+
+def error(found: jax.Array, x: jax.Array, weight: jax.Array) -> float:
+    """Relative error of the last tokens, norm over norm, against float32."""
+    last = x[-64:].astype(jnp.float32)
+    wanted = reference.swiglu(last, weight.astype(jnp.float32))
+    difference = jnp.linalg.norm(found[-64:].astype(jnp.float32) - wanted)
+    return float(difference / jnp.linalg.norm(wanted))
+
+
+def measure(model: str, tokens: int) -> dict[str, Any]:
+    """XLA's product and activation and the kernel, in turns: as the card warms up, both become slower."""
+    D, F = MODELS[model]
+    calls = max(2, min(12, BYTES // (4 * D * F), (1 << 30) // (2 * tokens * F)))
+    xs, weights = operands(model, tokens, calls)
+
+    def lower(function: Callable[..., Any]) -> Any:
+        program = jax.jit(lambda xs, weights: [function(*pair) for pair in zip(xs, weights, strict=True)])
+        return program.lower(xs, weights)
+
+    programs = timing.compile_all({name: functools.partial(lower, f) for name, f in FUNCTIONS.items()})
+    times: dict[str, list[float]] = {name: [] for name in FUNCTIONS}
+    for name in (*FUNCTIONS,) * TURNS:
+        times[name].append(timing.seconds(programs[name], (xs, weights), calls, budget=0.02))
+    found: dict[str, Any] = {}
+    for name, program in programs.items():
+        seconds = statistics.median(times[name])
+        found |= {f"{name} us": round(seconds * 1e6, 1), f"{name} TFLOP/s": round(4e-12 * tokens * D * F / seconds)}
+        found[f"{name} error"] = float(f"{error(program(xs, weights)[-1], xs[-1], weights[-1]):.1e}")
+    ratios = [xla / own for xla, own in zip(*times.values(), strict=True)]
+    picked = "mosaic" if mosaic.is_fastest(xs[0], weights[0]) else "reference"
+    return {"model": model, "tokens": tokens} | found | {"ratio": round(statistics.median(ratios), 3), "picked": picked}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[256, 512, 1024, 8192])
+    parser.add_argument("--json", default="swiglu.json", help="where the rows go")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for model in args.models:
+        for tokens in args.tokens:
+            rows.append(measure(model, tokens))
+            print(*rows[-1].values(), flush=True)
+    timing.save(args.json, rows)
+    print(timing.table(rows))
+
+
+if __name__ == "__main__":
+    main()
