@@ -35,9 +35,10 @@ from pallas_kernels import _compat
 from pallas_kernels.paged_attention import mosaic_prefill
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.paged_attention.combine import combine_jnp
-from pallas_kernels.paged_attention.mosaic_kernel import Config, attend
+from pallas_kernels.paged_attention.mosaic_kernel import attend
 from pallas_kernels.paged_attention.mosaic_layouts import tiled
-from pallas_kernels.paged_attention.rows import ROWS, bounds, head_rows, padded, pieces, terms
+from pallas_kernels.paged_attention.mosaic_work import Config, Shape
+from pallas_kernels.paged_attention.rows import ROWS, TILE, bounds, copied_tokens, head_rows, padded, pieces, terms
 from pallas_kernels.paged_attention.splits import best_splits
 
 _SHARED_MEMORY = 221 * 1024  # bytes of a CTA, less 6 KiB for barriers, alignment and the compiler's scratch
@@ -101,7 +102,7 @@ def _shared_memory(args: Arguments, config: Config) -> int:
     merging = ROWS * H * 4 if config.consumers > 1 else 0
     queries = ROWS * H * (terms(args.k_pages.dtype) * size + (args.q.dtype.itemsize if config.wide else 0))
     result = ROWS * H * args.q.dtype.itemsize if config.splits == 1 else 0
-    return ring + queries + merging + result + 6 * ROWS * 4
+    return ring + queries + merging + result + 12 * ROWS * 4
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -122,18 +123,21 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     )  # fmt: skip
     out_rows = rows if blocks == 1 and config.consumers > 1 else ROWS
     sums = (B, K, config.splits, blocks, ROWS)
-    shapes = [(*sums[:-1], out_rows, H), sums, sums] if config.splits > 1 else [(B, head_rows(T), N * H)]
+    shapes = [(*sums[:-1], out_rows, H), sums, sums] if config.splits > 1 else [(B, copied_tokens(args), N * H)]
     dtype = jnp.float32 if config.splits > 1 else args.q.dtype
+    items = B * K * blocks * config.splits
+    ctas = min(items, _compat.sm_count())
+    shape = Shape(config, args.page_size, K, blocks, args.group, copied_tokens(args), items, ctas)
 
     def paged_attention_kernel(*refs: Any, **scratch: Any) -> None:  # by whose name profilers know it
-        attend(*refs, config=config, head_rows=head_rows(T), out_rows=out_rows, **scratch)
+        attend(*refs, shape=shape, **scratch)
 
     results = plgpu.kernel(
         paged_attention_kernel,
         out_type=[_compat.out_like(shape, dtype, inputs[0]) for shape in shapes],
-        grid=(config.splits, K, blocks, B),
-        grid_names=("split", "head", "block", "b"),
-        num_threads=config.consumers + min(config.wide, 1) + 1,
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=config.consumers + config.converters + 1,
         thread_name="warpgroup",
         scratch_types=_scratch(args, config),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -153,25 +157,27 @@ def _by_head(x: Array, args: Arguments) -> Array:
 
 
 def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
-    H, S, dtype = args.q.shape[-1], args.page_size, args.k_pages.dtype
-    slots, wide = config.consumers * config.stages, config.consumers * config.wide
+    H, S, dtype, consumers = args.q.shape[-1], args.page_size, args.k_pages.dtype, config.consumers
+    slots, wide, tokens = consumers * config.stages, consumers * config.wide, copied_tokens(args)
+    rows: Any = plgpu.SMEM if tokens % TILE else tiled  # no fewer rows than a tile's can be copied to tiles
     scratch = {
-        "q_s": tiled((terms(dtype) * ROWS, H), dtype),
+        "q_s": tiled((terms(dtype) * ROWS, H), dtype) if wide else rows((ROWS, H), dtype),
         "bounds_s": plgpu.SMEM((3, ROWS), jnp.int32),
         "k_s": tiled((slots, S, H), dtype),
         "v_s": tiled((slots, S, H), dtype),
-        "sums_s": plgpu.SMEM((2, ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(num_arrivals=len(pieces(head_rows(args.q.shape[1]))) + 1),
-        "done": plgpu.Barrier(),
+        "sums_s": plgpu.SMEM((2 * consumers, 2, ROWS), jnp.float32),
+        "q_full": plgpu.Barrier(num_arrivals=len(pieces(tokens)) + 1),
+        "q_empty": plgpu.Barrier(num_arrivals=consumers + config.converters),
         **{name: plgpu.Barrier(num_barriers=slots) for name in ("k_full", "k_empty", "v_full", "v_empty")},
     }
-    if config.consumers > 1:
-        scratch["acc_s"] = tiled((ROWS, H), jnp.float32)
+    if consumers > 1:
+        scratch["acc_s"] = tiled((consumers, ROWS, H // consumers), jnp.float32)
+        scratch |= {name: plgpu.Barrier(num_arrivals=consumers) for name in ("given", "free")}
     if config.splits == 1:
-        scratch["out_s"] = tiled((ROWS, H), args.q.dtype)
+        scratch["out_s"] = rows((consumers, ROWS, H // consumers), args.q.dtype)
     if wide:
         scratch |= {"q_ready": plgpu.Barrier(), "factor_s": plgpu.SMEM((ROWS,), jnp.float32)}
-        scratch["rows_s"] = tiled((ROWS, H), args.q.dtype)
+        scratch["rows_s"] = rows((ROWS, H), args.q.dtype)
         scratch["wide_s"] = tiled((wide, S, H), args.compute_dtype)
         scratch |= {name: plgpu.Barrier(num_barriers=wide) for name in ("wide_full", "wide_empty")}
     return scratch
