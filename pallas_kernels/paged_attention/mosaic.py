@@ -2,14 +2,17 @@
 
 Longer chunks of prompts are ``mosaic_prefill``'s, with which this shares its public functions.
 
-One CTA attends up to 64 query rows of one kv head (the tokens of its first query head, then those of the next) to one
-split of the pages that its sequence sees, a page a step. Its warpgroups:
+An item is up to 64 query rows of one kv head (the tokens of its first query head, then those of the next) and one split
+of the pages that its sequence sees. There are no more CTAs than multiprocessors: each attends one item after the other,
+a page a step, and has the pages of the next on their way while it ends one. Its warpgroups:
 
 * one producer follows the page table and starts TMA copies of pages into a ring in shared memory;
 * over fp8 pages, a converter rewrites values as float16, exactly, into a second, small ring;
-* consumers take pages in turn, each with its own online softmax: S = Q K^T by wgmma from shared memory, P V by wgmma
-  with P in registers. At the end they merge, and the CTA writes the result, or, where keys are split, its sums, which
-  ``combine_jnp`` merges.
+* consumers take pages in turn, each with its own online softmax: S = Q K^T and P V by wgmma with Q and P in registers.
+  At the end of an item they exchange halves of their sums, and each merges and writes half of the result's columns, or,
+  where keys are split, of the sums', which ``combine_jnp`` merges.
+
+Where CTAs have several items, the sequences that see most come first, and CTAs take them to and fro.
 
 Keys in fp8 are never converted: an 8-bit wgmma reads them as they lie, and the queries, scaled a row at a time to fill
 the range of fp8, come as a sum of fp8 terms, each holding what the ones before it rounded away (two of e4m3 or three
@@ -38,7 +41,18 @@ from pallas_kernels.paged_attention.combine import combine_jnp
 from pallas_kernels.paged_attention.mosaic_kernel import attend
 from pallas_kernels.paged_attention.mosaic_layouts import tiled
 from pallas_kernels.paged_attention.mosaic_work import Config, Shape
-from pallas_kernels.paged_attention.rows import ROWS, TILE, bounds, copied_tokens, head_rows, padded, pieces, terms
+from pallas_kernels.paged_attention.rows import (
+    ROWS,
+    TILE,
+    bounds,
+    copied_tokens,
+    head_rows,
+    longest_first,
+    ordered,
+    padded,
+    pieces,
+    terms,
+)
 from pallas_kernels.paged_attention.splits import best_splits
 
 _SHARED_MEMORY = 221 * 1024  # bytes of a CTA, less 6 KiB for barriers, alignment and the compiler's scratch
@@ -56,6 +70,8 @@ def refusal(args: Arguments) -> str | None:
         return f"The Mosaic paged attention needs a head size of 64, 128 or 256; this is {H}."
     if args.page_size != 64:
         return f"The Mosaic paged attention needs pages of 64 tokens; these hold {args.page_size}."
+    if H == 64 and not _is_long(args):  # wrong on an H200 where a consumer has a second page; the cause is not known
+        return "The Mosaic paged attention takes heads of 64 numbers only above 256 query rows a kv head."
     return mosaic_prefill.refusal(args) if _is_long(args) else None
 
 
@@ -71,14 +87,14 @@ def is_fastest(args: Arguments) -> bool:
     """
     if _is_long(args):
         return mosaic_prefill.is_fastest(args)
-    H, rows = args.q.shape[-1], args.q.shape[1] * args.group
+    T, H, rows = args.q.shape[1], args.q.shape[-1], args.q.shape[1] * args.group
     capacity = args.page_table.shape[1] * args.page_size
-    # Then no split is needed, and none is merged; calls of few rows were not measured so.
-    fills = args.q.shape[0] * args.kv_heads > 0.9 * _compat.sm_count() and rows > 16
+    # Then no split is needed, and none is merged. Of calls of few rows only those of one token were measured.
+    fills = args.q.shape[0] * args.kv_heads > 0.9 * _compat.sm_count() and (rows > 16 or (T == 1 and capacity >= 1024))
     if _compat.is_fp8(args.k_pages.dtype):
         return H == 128 and rows <= ROWS and (fills or capacity >= 4096)
     if rows <= 16:
-        return H == 128 and capacity >= 65536
+        return H == 128 and (fills or capacity >= 65536)
     return (H == 128 and rows <= ROWS and (fills or capacity >= 4096)) or H == 256
 
 
@@ -116,17 +132,18 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     B, T, N, H = args.q.shape
     K, rows = args.kv_heads, args.group * head_rows(T)
     blocks = pl.cdiv(rows, ROWS)
+    items = B * K * blocks * config.splits
+    ctas = min(items, _compat.sm_count())
     row_bounds, block_bounds = bounds(args, blocks)
+    order = longest_first(block_bounds) if items > ctas else jnp.arange(B, dtype=jnp.int32)
     inputs = _compat.vary_alike(
-        block_bounds, row_bounds, args.page_table, args.scores_scale, args.v_scale, padded(args), args.k_pages,
-        args.v_pages,
+        ordered(block_bounds, order), row_bounds, args.page_table, args.scores_scale, args.v_scale, padded(args),
+        args.k_pages, args.v_pages,
     )  # fmt: skip
     out_rows = rows if blocks == 1 and config.consumers > 1 else ROWS
     sums = (B, K, config.splits, blocks, ROWS)
     shapes = [(*sums[:-1], out_rows, H), sums, sums] if config.splits > 1 else [(B, copied_tokens(args), N * H)]
     dtype = jnp.float32 if config.splits > 1 else args.q.dtype
-    items = B * K * blocks * config.splits
-    ctas = min(items, _compat.sm_count())
     shape = Shape(config, args.page_size, K, blocks, args.group, copied_tokens(args), items, ctas)
 
     def paged_attention_kernel(*refs: Any, **scratch: Any) -> None:  # by whose name profilers know it

@@ -44,11 +44,23 @@ class Shape:
     items: int  # of the whole call
     ctas: int
 
-    def locate(self, item: Any) -> tuple[Place, Any]:
-        """Which rows and which split an item has. Neighbours are heads, since those of a page lie side by side."""
+    def locate(self, item: Any) -> tuple[Any, Any, Any, Any]:
+        """Place among the sequences, block, split and head of an item.
+
+        Neighbours are heads, since those of a page lie side by side.
+        """
         head, left = lax.rem(item, self.kv_heads), lax.div(item, self.kv_heads)
         split, left = lax.rem(left, self.config.splits), lax.div(left, self.config.splits)
-        return Place(lax.div(left, self.blocks), head, lax.rem(left, self.blocks), self.group, self.tokens), split
+        return lax.div(left, self.blocks), lax.rem(left, self.blocks), split, head
+
+    def count(self, cta: Any) -> Any:
+        """How many items a CTA has: the rest goes to those whose turn is next."""
+        rounds, rest = divmod(self.items, self.ctas)
+        return rounds + jnp.where(self.turn(cta, rounds) < rest, 1, 0)
+
+    def turn(self, cta: Any, n: Any) -> Any:
+        """The place of a CTA in round n: to and fro, so that who has the longest item of one has the shortest next."""
+        return jnp.where(lax.rem(n, 2) > 0, self.ctas - 1 - cta, cta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,21 +116,25 @@ def for_items(cta: Any, block_bounds: Any, shape: Shape, step: Callable[[Any, Wo
 
     The bounds of the next item are asked for before the step of this one: a read takes long.
     """
-    count = lax.div(shape.items - 1 - cta, shape.ctas) + 1
+    count = shape.count(cta)
+
+    def locate(n: Any) -> tuple[Any, Any, Any, Any]:
+        return shape.locate(n * shape.ctas + shape.turn(cta, n))
 
     def bounds(n: Any) -> tuple[Any, ...]:
-        place, _ = shape.locate(cta + n * shape.ctas)
-        return tuple(block_bounds[place.b, place.block, i] for i in range(4))
+        rank, block, _, _ = locate(n)
+        return tuple(block_bounds[rank, block, i] for i in range(5))
 
     def body(n: Any, carry: Any) -> Any:
-        before, edges = carry
+        before, (*edges, b) = carry
         following = bounds(jnp.minimum(n + 1, count - 1))
-        place, split = shape.locate(cta + n * shape.ctas)
+        _, block, split, head = locate(n)
+        place = Place(b, head, block, shape.group, shape.tokens)
         begin, end = page_range(edges[0], edges[1], shape.page_size)
         each = pl.cdiv(end - begin, shape.config.splits)
         first = begin + split * each
-        work = Work(place, split, first, jnp.maximum(jnp.minimum(each, end - first), 0), edges, before, shape)
+        work = Work(place, split, first, jnp.maximum(jnp.minimum(each, end - first), 0), tuple(edges), before, shape)
         step(n, work)
         return before + work.count, following
 
-    lax.fori_loop(0, count, body, (jnp.int32(0), bounds(0)))
+    lax.fori_loop(0, count, body, (jnp.int32(0), bounds(jnp.int32(0))))

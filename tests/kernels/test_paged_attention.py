@@ -75,8 +75,9 @@ def test_matches_brute_force(geometry, attend):
     [
         Geometry(B=7, T=16, N=8, K=2, H=128, S=64, M=3),
         Geometry(B=7, T=5, N=8, K=2, H=128, S=64, M=3, dtype=E4M3, mask="block"),
-        Geometry(B=7, T=1, N=4, K=2, H=64, S=64, M=3, dtype=E5M2),
-        Geometry(B=7, T=20, N=8, K=2, H=64, S=64, M=3, window=70),
+        Geometry(B=7, T=1, N=4, K=2, H=128, S=64, M=3),
+        Geometry(B=7, T=1, N=4, K=2, H=128, S=64, M=3, dtype=E5M2),
+        Geometry(B=7, T=20, N=8, K=2, H=128, S=64, M=3, window=70),
         Geometry(B=7, T=3, N=4, K=2, H=256, S=64, M=3),
         Geometry(B=7, T=16, N=4, K=2, H=256, S=64, M=3, dtype=E4M3),
     ],

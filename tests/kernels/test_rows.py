@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,17 @@ import pytest
 
 from pallas_kernels.paged_attention import mosaic
 from pallas_kernels.paged_attention.arguments import checked, key_range, page_range
-from pallas_kernels.paged_attention.rows import ROWS, Place, bounds, head_rows, padded, terms
+from pallas_kernels.paged_attention.mosaic_work import Config, Shape
+from pallas_kernels.paged_attention.rows import (
+    ROWS,
+    Place,
+    bounds,
+    head_rows,
+    longest_first,
+    ordered,
+    padded,
+    terms,
+)
 from tests.kernels.cases import BF16, E4M3, E5M2, Geometry, random_call, visible_keys
 
 GEOMETRIES = [
@@ -85,12 +96,13 @@ def test_terms_of_a_query_hold_all_bits_of_bfloat16(dtype, count):
     ("tokens", "H", "dtype", "rows"),
     [
         (1, 64, E4M3, 1),
-        (9, 64, BF16, 9),
+        (1, 64, BF16, 1),
+        (9, 64, BF16, 16),
         (16, 64, BF16, 16),
         (65, 64, E4M3, 128),
-        (3, 256, E4M3, 3),
-        (3, 256, BF16, 8),
-        (9, 256, BF16, 16),
+        (1, 256, E4M3, 1),
+        (1, 256, BF16, 8),
+        (3, 256, E4M3, 8),
     ],
 )
 def test_rows_of_a_head_are_its_tokens_and_padding(tokens, H, dtype, rows):
@@ -99,6 +111,22 @@ def test_rows_of_a_head_are_its_tokens_and_padding(tokens, H, dtype, rows):
     assert found.shape == (4, rows, 6 * H)
     np.testing.assert_array_equal(found[:, :tokens].reshape(4, tokens, 6, H), np.float32(call.q))
     assert (found[:, tokens:] == 0).all()
+
+
+def test_all_sequences_come_in_order_of_length():
+    block_bounds = np.random.default_rng(0).integers(0, 9, (70, 2, 4)).astype(np.int32)
+    found = np.asarray(ordered(jnp.asarray(block_bounds), longest_first(jnp.asarray(block_bounds))))
+    seen = found[:, 0, 1] - found[:, 0, 0]
+    assert (seen[:-1] >= seen[1:]).all()
+    assert sorted(found[:, 0, 4]) == list(range(70))
+    np.testing.assert_array_equal(found[:, :, :4], block_bounds[found[:, 0, 4]])
+
+
+@pytest.mark.parametrize(("items", "ctas"), [(512, 132), (128, 128), (28, 5), (265, 132), (7, 7)])
+def test_every_item_is_of_one_cta(items, ctas):
+    shape = Shape(Config(1, 2, 2, 0), 64, 8, 1, 4, 16, items, ctas)
+    mine = [[n * ctas + int(shape.turn(cta, n)) for n in range(int(shape.count(cta)))] for cta in range(ctas)]
+    assert sorted(itertools.chain(*mine)) == list(range(items))
 
 
 @pytest.mark.parametrize(("rows", "group"), [(1, 4), (8, 3), (8, 8), (16, 4), (16, 5), (20, 3), (64, 2), (128, 2)])
@@ -117,9 +145,10 @@ def test_pieces_are_every_row_of_every_head_once(rows, group):
 @pytest.mark.parametrize(
     ("geometry", "sentence"),
     [
-        (Geometry(B=1, T=1, N=1, K=1, H=64, S=64, dtype=jnp.float32), "these are float32"),
+        (Geometry(B=1, T=1, N=1, K=1, H=128, S=64, dtype=jnp.float32), "these are float32"),
         (Geometry(B=1, T=1, N=1, K=1, H=32, S=64), "a head size of 64, 128 or 256; this is 32"),
         (Geometry(B=1, T=1, N=1, K=1, H=64, S=16), "pages of 64 tokens; these hold 16"),
+        (Geometry(B=1, T=8, N=8, K=2, H=64, S=64), "heads of 64 numbers only above 256 query rows"),
         (Geometry(B=1, T=65, N=8, K=2, H=256, S=64, M=2), "of 64 or 128 numbers; these are bfloat16 of 256"),
     ],
 )
@@ -131,7 +160,7 @@ def test_mosaic_refuses_in_a_sentence(geometry, sentence):
 
 
 @pytest.mark.parametrize("dtype", [BF16, E4M3, E5M2], ids=lambda d: jnp.dtype(d).name)
-@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("H", [128, 256])
 def test_the_default_fits_a_multiprocessor(dtype, H):
     call = random_call(Geometry(B=1, T=16, N=4, K=1, H=H, S=64, M=2, dtype=dtype), 0, [100], [16])
     config = mosaic.default_config(checked(*call.arguments, scale=None, **call.options))
