@@ -90,14 +90,11 @@ def smem_transpose(ref: Any) -> Any:
     return ref.T
 
 
-def smem_load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
-    """Loads a whole shared-memory reference into registers in the given layout (Mosaic GPU).
-
-    Bank conflicts are an error, unless it need not be ``optimized``.
-    """
+def smem_load(ref: Any, layout: Any) -> jax.Array:
+    """Loads a whole shared-memory reference into registers in the given layout (Mosaic GPU)."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    return plgpu.load(ref, *([()] if _OLD else []), layout=layout, optimized=optimized)
+    return plgpu.load(ref, *([()] if _OLD else []), layout=layout)
 
 
 def tiling(tiles: tuple[tuple[int, ...], ...]) -> Any:

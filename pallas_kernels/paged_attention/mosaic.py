@@ -7,10 +7,10 @@ of the pages that its sequence sees. There are no more CTAs than multiprocessors
 a page a step, and has the pages of the next on their way while it ends one. Its warpgroups:
 
 * one producer follows the page table and starts TMA copies of pages into a ring in shared memory;
-* over fp8 pages, a converter rewrites values as float16, exactly, into a second, small ring;
-* consumers take pages in turn, each with its own online softmax: S = Q K^T and P V by wgmma with Q and P in registers.
-  At the end of an item they exchange halves of their sums, and each merges and writes half of the result's columns, or,
-  where keys are split, of the sums', which ``combine_jnp`` merges.
+* over fp8 pages, a converter splits the queries and rewrites values as float16, exactly, into a second, small ring;
+* consumers take pages in turn, each with its own online softmax: S = Q K^T and P V by wgmma with P, and where it fits
+  Q, in registers. At the end of an item they exchange halves of their sums, and each merges and writes half of the
+  result's columns, or, where keys are split, of the sums', which ``combine_jnp`` merges.
 
 Where CTAs have several items, the sequences that see most come first, and CTAs take them to and fro.
 
@@ -39,21 +39,10 @@ from pallas_kernels.paged_attention import mosaic_prefill
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.paged_attention.combine import combine_jnp
 from pallas_kernels.paged_attention.mosaic_kernel import attend
-from pallas_kernels.paged_attention.mosaic_layouts import tiled
 from pallas_kernels.paged_attention.mosaic_work import Config, Shape
-from pallas_kernels.paged_attention.rows import (
-    ROWS,
-    TILE,
-    bounds,
-    copied_tokens,
-    head_rows,
-    longest_first,
-    ordered,
-    padded,
-    pieces,
-    terms,
-)
+from pallas_kernels.paged_attention.rows import ROWS, bounds, head_rows, longest_first, ordered, padded, pieces, terms
 from pallas_kernels.paged_attention.splits import best_splits
+from pallas_kernels.shared_memory import tiled
 
 _SHARED_MEMORY = 221 * 1024  # bytes of a CTA, less 6 KiB for barriers, alignment and the compiler's scratch
 _MOST_ROW_BLOCKS = 4
@@ -70,8 +59,6 @@ def refusal(args: Arguments) -> str | None:
         return f"The Mosaic paged attention needs a head size of 64, 128 or 256; this is {H}."
     if args.page_size != 64:
         return f"The Mosaic paged attention needs pages of 64 tokens; these hold {args.page_size}."
-    if H == 64 and not _is_long(args):  # wrong on an H200 where a consumer has a second page; the cause is not known
-        return "The Mosaic paged attention takes heads of 64 numbers only above 256 query rows a kv head."
     return mosaic_prefill.refusal(args) if _is_long(args) else None
 
 
@@ -87,14 +74,14 @@ def is_fastest(args: Arguments) -> bool:
     """
     if _is_long(args):
         return mosaic_prefill.is_fastest(args)
-    T, H, rows = args.q.shape[1], args.q.shape[-1], args.q.shape[1] * args.group
+    H, rows = args.q.shape[-1], args.q.shape[1] * args.group
     capacity = args.page_table.shape[1] * args.page_size
-    # Then no split is needed, and none is merged. Of calls of few rows only those of one token were measured.
-    fills = args.q.shape[0] * args.kv_heads > 0.9 * _compat.sm_count() and (rows > 16 or (T == 1 and capacity >= 1024))
+    # Then no split is needed, and none is merged; calls of few rows were not measured so.
+    fills = args.q.shape[0] * args.kv_heads > 0.9 * _compat.sm_count() and rows > 16
     if _compat.is_fp8(args.k_pages.dtype):
         return H == 128 and rows <= ROWS and (fills or capacity >= 4096)
     if rows <= 16:
-        return H == 128 and (fills or capacity >= 65536)
+        return H == 128 and capacity >= 65536
     return (H == 128 and rows <= ROWS and (fills or capacity >= 4096)) or H == 256
 
 
@@ -142,9 +129,9 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     )  # fmt: skip
     out_rows = rows if blocks == 1 and config.consumers > 1 else ROWS
     sums = (B, K, config.splits, blocks, ROWS)
-    shapes = [(*sums[:-1], out_rows, H), sums, sums] if config.splits > 1 else [(B, copied_tokens(args), N * H)]
+    shapes = [(*sums[:-1], out_rows, H), sums, sums] if config.splits > 1 else [(B, head_rows(T), N * H)]
     dtype = jnp.float32 if config.splits > 1 else args.q.dtype
-    shape = Shape(config, args.page_size, K, blocks, args.group, copied_tokens(args), items, ctas)
+    shape = Shape(config, args.page_size, K, blocks, args.group, head_rows(T), items, ctas)
 
     def paged_attention_kernel(*refs: Any, **scratch: Any) -> None:  # by whose name profilers know it
         attend(*refs, shape=shape, **scratch)
@@ -175,15 +162,14 @@ def _by_head(x: Array, args: Arguments) -> Array:
 
 def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
     H, S, dtype, consumers = args.q.shape[-1], args.page_size, args.k_pages.dtype, config.consumers
-    slots, wide, tokens = consumers * config.stages, consumers * config.wide, copied_tokens(args)
-    rows: Any = plgpu.SMEM if tokens % TILE else tiled  # no fewer rows than a tile's can be copied to tiles
+    slots, wide = consumers * config.stages, consumers * config.wide
     scratch = {
-        "q_s": tiled((terms(dtype) * ROWS, H), dtype) if wide else rows((ROWS, H), dtype),
+        "q_s": tiled((terms(dtype) * ROWS, H), dtype),
         "bounds_s": plgpu.SMEM((3, ROWS), jnp.int32),
         "k_s": tiled((slots, S, H), dtype),
         "v_s": tiled((slots, S, H), dtype),
         "sums_s": plgpu.SMEM((2 * consumers, 2, ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(num_arrivals=len(pieces(tokens)) + 1),
+        "q_full": plgpu.Barrier(num_arrivals=len(pieces(head_rows(args.q.shape[1]))) + 1),
         "q_empty": plgpu.Barrier(num_arrivals=consumers + config.converters),
         **{name: plgpu.Barrier(num_barriers=slots) for name in ("k_full", "k_empty", "v_full", "v_empty")},
     }
@@ -191,10 +177,10 @@ def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
         scratch["acc_s"] = tiled((consumers, ROWS, H // consumers), jnp.float32)
         scratch |= {name: plgpu.Barrier(num_arrivals=consumers) for name in ("given", "free")}
     if config.splits == 1:
-        scratch["out_s"] = rows((consumers, ROWS, H // consumers), args.q.dtype)
+        scratch["out_s"] = tiled((consumers, ROWS, H // consumers), args.q.dtype)
     if wide:
         scratch |= {"q_ready": plgpu.Barrier(), "factor_s": plgpu.SMEM((ROWS,), jnp.float32)}
-        scratch["rows_s"] = rows((ROWS, H), args.q.dtype)
+        scratch["rows_s"] = tiled((ROWS, H), args.q.dtype)
         scratch["wide_s"] = tiled((wide, S, H), args.compute_dtype)
         scratch |= {name: plgpu.Barrier(num_barriers=wide) for name in ("wide_full", "wide_empty")}
     return scratch

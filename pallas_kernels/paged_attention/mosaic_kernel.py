@@ -46,6 +46,8 @@ def attend(
                 _write_result(sums, real, scales[1], work, me, outputs[0], s)
             else:
                 _write_sums(sums, work, me, outputs, s)
+            late = (work.turns(me) == 0) | (not _held(config, k_pages.shape[3]))
+            pl.when(late)(lambda: plgpu.barrier_arrive(s["q_empty"]))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if config.consumers > 1:
                 plgpu.barrier_arrive(s["free"])
@@ -193,11 +195,9 @@ def _consume(work: Work, me: Any, bounds: tuple[jax.Array, jax.Array], scores_sc
     if config.wide:
         factor = factor * _compat.smem_load(s["factor_s"], column)
     queries = [s["q_s"].at[pl.ds(term * ROWS, ROWS)] for term in range(s["q_s"].shape[0] // ROWS)]
-    held = config.wide or H <= 128
-    if held:  # queries few enough to stay in registers spare shared memory a third of its reads
+    if held := _held(config, H):
         layout = plgpu.Layout.WGMMA_8BIT if config.wide else plgpu.Layout.WGMMA
-        queries = [_compat.smem_load(q, layout, optimized=False) for q in queries]  # rows in no tiles meet conflicts
-        plgpu.barrier_arrive(s["q_empty"])
+        queries = [_compat.smem_load(q, layout) for q in queries]
 
     def products(i: Any) -> jax.Array:
         slot = work.slot(i, config.stages)[0]
@@ -221,6 +221,8 @@ def _consume(work: Work, me: Any, bounds: tuple[jax.Array, jax.Array], scores_sc
         acc, highest, total = sums
         i = work.begin(me) + j * config.consumers
         scores = products(i)
+        if held:  # and not before: who arrives at a barrier does not wait for loads of its own that are under way
+            pl.when(j == 0)(lambda: plgpu.barrier_arrive(s["q_empty"]))
         scores = lax.cond(work.plain(i), lambda: scores, lambda: masked(scores, i))
         new = jnp.maximum(highest, scores.max(axis=1) * factor)
         shrink = jnp.exp2(highest - new)
@@ -234,10 +236,16 @@ def _consume(work: Work, me: Any, bounds: tuple[jax.Array, jax.Array], scores_sc
         plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), column),
         plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), column),
     )
-    sums = lax.fori_loop(0, work.turns(me), step, start)
-    if not held:
-        plgpu.barrier_arrive(s["q_empty"])
-    return sums
+    return lax.fori_loop(0, work.turns(me), step, start)
+
+
+def _held(config: Config, H: int) -> bool:
+    """Whether consumers hold queries in registers, which spares shared memory a third of its reads.
+
+    Not those of heads of 64, which are as large as the weights: ptxas (12.9 and 13.0, not 13.5) lets these overwrite
+    them, though the next page's products want them.
+    """
+    return H == 128 or (config.wide > 0 and H > 128)
 
 
 def _weighted_values(acc: jax.Array, weights: jax.Array, i: Any, work: Work, s: dict[str, Any]) -> jax.Array:

@@ -1,25 +1,16 @@
-"""What the Mosaic kernels share: layouts of shared memory and registers, and a number a row at every column."""
+"""What the Mosaic kernels share: a layout of registers, and a number a row at every column."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 
 LOWEST = -1e30  # start of a running maximum: finite, so that no difference of two maxima is inf - inf
-
-
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory laid out for TMA and wgmma: tiles of 8 rows, swizzled as wide as a row allows (128 bytes)."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = min(128, shape[-1] * size)
-    transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def copy_layout(H: int) -> Any:

@@ -26,8 +26,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
 from pallas_kernels.paged_attention.arguments import Arguments, key_range, operand, page_range
-from pallas_kernels.paged_attention.mosaic_layouts import LOWEST, across, copy_layout, tiled
+from pallas_kernels.paged_attention.mosaic_layouts import LOWEST, across, copy_layout
 from pallas_kernels.paged_attention.rows import ROWS
+from pallas_kernels.shared_memory import tiled
 
 _CONSUMERS = 2
 _PAGES = 2  # of a step

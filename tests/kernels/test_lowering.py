@@ -25,7 +25,7 @@ SHAPES = {  # name: T, N, K, H
     "decode": (1, 32, 8, 128),
     "verify": (16, 32, 8, 128),
     "verify-mqa-256": (16, 16, 1, 256),
-    "draft": (8, 8, 2, 128),
+    "draft-64": (8, 8, 2, 64),
     "prefill": (512, 32, 8, 128),
     "prefill-lone-head": (320, 1, 1, 128),
 }

@@ -68,7 +68,7 @@ def test_matches_brute_force(geometry, attend):
     check()
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="Mosaic's kernels need a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize(
     "geometry",
@@ -78,6 +78,10 @@ def test_matches_brute_force(geometry, attend):
         Geometry(B=7, T=1, N=4, K=2, H=128, S=64, M=3),
         Geometry(B=7, T=1, N=4, K=2, H=128, S=64, M=3, dtype=E5M2),
         Geometry(B=7, T=20, N=8, K=2, H=128, S=64, M=3, window=70),
+        Geometry(B=7, T=16, N=8, K=2, H=64, S=64, M=3, window=70),
+        Geometry(B=7, T=20, N=8, K=2, H=64, S=64, M=3),
+        Geometry(B=7, T=1, N=4, K=2, H=64, S=64, M=3, dtype=E4M3),
+        Geometry(B=7, T=1, N=4, K=2, H=64, S=64, M=3, dtype=E5M2),
         Geometry(B=7, T=3, N=4, K=2, H=256, S=64, M=3),
         Geometry(B=7, T=16, N=4, K=2, H=256, S=64, M=3, dtype=E4M3),
     ],
