@@ -69,23 +69,23 @@ def swiglu(
     """See ``pallas_kernels.swiglu``."""
     if reason := refusal(x, weight):
         raise NotImplementedError(reason)
-    E, _, I, D = weight.shape  # noqa: E741
+    parts, _, units, width = weight.shape
     tokens = math.prod(x.shape[:-1])
     if tokens == 0:
-        return jnp.zeros((*x.shape[:-1], E * I), x.dtype)
+        return jnp.zeros((*x.shape[:-1], parts * units), x.dtype)
     plan = best_plan(x, weight) if tile is None else plan_of(tile, x, weight)
-    rows = jnp.pad(x.reshape(-1, D), ((0, -tokens % ALIGNED), (0, 0)))
+    rows = jnp.pad(x.reshape(-1, width), ((0, -tokens % ALIGNED), (0, 0)))
     operands = _compat.vary_alike(rows, weight)
 
     def swiglu_kernel(*refs: Any, **scratch: Any) -> None:
         _swiglu(*refs, plan=plan, **scratch)
 
-    out_s = tiled((CONSUMERS, plan.tile.rows // CONSUMERS, plan.tile.columns // 2), x.dtype, row=I)
+    out_s = tiled((CONSUMERS, plan.tile.rows // CONSUMERS, plan.tile.columns // 2), x.dtype, row=units)
     scratch = products.ring(plan, x.dtype) | {"out_s": out_s}
-    output = _compat.out_like((len(rows), E, I), x.dtype, operands[0])
+    output = _compat.out_like((len(rows), parts, units), x.dtype, operands[0])
     (out,) = products.launch(swiglu_kernel, plan, [output], scratch, copies=2)(*operands)
     (out, *_) = _compat.vary_alike(out, *operands)  # Mosaic's outputs do not say so
-    return out[:tokens].reshape(*x.shape[:-1], E * I)
+    return out[:tokens].reshape(*x.shape[:-1], parts * units)
 
 
 def _swiglu(x: Any, weight: Any, out: Any, *, plan: Plan, **s: Any) -> None:

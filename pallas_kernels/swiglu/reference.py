@@ -10,10 +10,12 @@ from jaxtyping import Array, Float
 
 def swiglu(x: Float[Array, "*T D"], weight: Float[Array, "E 2 I D"]) -> Float[Array, "*T F"]:
     """See ``pallas_kernels.swiglu``."""
-    E, _, I, D = weight.shape  # noqa: E741
+    parts, _, units, width = weight.shape
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    products = lax.dot_general(x.reshape(-1, D), weight.reshape(-1, D), (((1,), (1,)), ((), ())), precision=precision)
-    return gated(products.reshape(*x.shape[:-1], E, 2, I))
+    products = lax.dot_general(
+        x.reshape(-1, width), weight.reshape(-1, width), (((1,), (1,)), ((), ())), precision=precision
+    )
+    return gated(products.reshape(*x.shape[:-1], parts, 2, units))
 
 
 def gated(products: Float[Array, "*T E 2 I"]) -> Float[Array, "*T F"]:
