@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
 
 E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
 PAGE_DTYPES = [BF16, E4M3, E5M2]
@@ -168,3 +170,10 @@ def cuda_lowering(f: Any, *arguments: Any) -> str:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))):
         return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def mesh_of(devices: int) -> Mesh:
+    """A mesh of the first so many devices, over axis `tp`; skips where there are fewer, as on a machine of one GPU."""
+    if len(jax.devices()) < devices:
+        pytest.skip(f"needs {devices} devices (XLA_FLAGS=--xla_force_host_platform_device_count={devices})")
+    return jax.make_mesh((devices,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])

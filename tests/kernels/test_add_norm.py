@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as Spec
 
 from dflash_jax.config import target_config
@@ -19,7 +18,7 @@ from dflash_jax.models.tables import build, checkpoint_table, parameters_of
 from dflash_jax.models.target import TargetModel
 from pallas_kernels import _compat, add_norm
 from pallas_kernels.add_norm import triton
-from tests.kernels.cases import BF16, F32, cuda_lowering
+from tests.kernels.cases import BF16, F32, cuda_lowering, mesh_of
 from tests.kernels.conftest import ON_GPU
 from tests.pairs import TARGET, empty_cache
 
@@ -156,12 +155,6 @@ def test_the_public_function_picks(monkeypatch, capability, kernel):
     monkeypatch.setattr(_compat, "compute_capability", lambda: capability)
     text = cuda_lowering(lambda *arguments: add_norm(*arguments, EPS), *shapes_of((4, 256)))  # traced anew
     assert ("xla.gpu.triton" in text) == kernel
-
-
-def mesh_of(devices):
-    if len(jax.devices()) < devices:
-        pytest.skip(f"needs {devices} devices (XLA_FLAGS=--xla_force_host_platform_device_count={devices})")
-    return jax.make_mesh((devices,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
 
 
 @pytest.mark.parametrize("split", ["x", "y", "xy", ""])

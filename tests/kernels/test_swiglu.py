@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as Spec
 
 from dflash_jax.models import parallel
@@ -17,11 +16,10 @@ from pallas_kernels import _compat, swiglu
 from pallas_kernels.products import Plan
 from pallas_kernels.swiglu import mosaic
 from pallas_kernels.swiglu.mosaic import TILES, best_plan
-from tests.kernels.cases import BF16, F32, cuda_lowering
+from tests.kernels.cases import BF16, F32, cuda_lowering, mesh_of
 
 F16 = jnp.float16
 QWEN3_8B = (16, 2, 768, 4096)
-on_gpu = pytest.mark.gpu
 
 
 def operands(tokens, shape, dtype=BF16, seed=0):
@@ -53,7 +51,7 @@ def test_reference(tokens, dtype, most):
     assert error(found, expected(x, weight)) < most
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.rows}x{tile.columns}")
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 @pytest.mark.parametrize(
@@ -73,7 +71,7 @@ def test_kernel(tile, tokens, shape, dtype):
     assert error(found, expected(x, weight)) < 1e-2
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_kernel_reads_and_writes_nothing_else():
     """A token that is NaN breaks itself alone, and nothing that lies behind the last token is written."""
     x, weight = operands((300,), (2, 2, 96, 256))
@@ -149,12 +147,6 @@ def test_mosaic_refuses_in_a_sentence(tokens, weight, dtype, message):
 def test_wrong_arguments_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         swiglu(**({"x": jnp.zeros((4, 64)), "weight": jnp.zeros((1, 2, 8, 64))} | change))
-
-
-def mesh_of(devices):
-    if len(jax.devices()) < devices:
-        pytest.skip(f"needs {devices} devices (XLA_FLAGS=--xla_force_host_platform_device_count={devices})")
-    return jax.make_mesh((devices,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
 
 
 def test_no_tokens():
