@@ -2,14 +2,17 @@
 
 Longer chunks of prompts are ``mosaic_prefill``'s, with which this shares its public functions.
 
-One CTA attends up to 64 query rows of one kv head (the tokens of its first query head, then those of the next) to one
-split of the pages that its sequence sees, a page a step. Its warpgroups:
+An item is up to 64 query rows of one kv head (the tokens of its first query head, then those of the next) and one split
+of the pages that its sequence sees. There are no more CTAs than multiprocessors: each attends one item after the other,
+a page a step, and has the pages of the next on their way while it ends one. Its warpgroups:
 
 * one producer follows the page table and starts TMA copies of pages into a ring in shared memory;
-* over fp8 pages, a converter rewrites values as float16, exactly, into a second, small ring;
-* consumers take pages in turn, each with its own online softmax: S = Q K^T by wgmma from shared memory, P V by wgmma
-  with P in registers. At the end they merge, and the CTA writes the result, or, where keys are split, its sums, which
-  ``combine_jnp`` merges.
+* over fp8 pages, a converter splits the queries and rewrites values as float16, exactly, into a second, small ring;
+* consumers take pages in turn, each with its own online softmax: S = Q K^T and P V by wgmma with P, and where it fits
+  Q, in registers. At the end of an item they exchange halves of their sums, and each merges and writes half of the
+  result's columns, or, where keys are split, of the sums', which ``combine_jnp`` merges.
+
+Where CTAs have several items, the sequences that see most come first, and CTAs take them to and fro.
 
 Keys in fp8 are never converted: an 8-bit wgmma reads them as they lie, and the queries, scaled a row at a time to fill
 the range of fp8, come as a sum of fp8 terms, each holding what the ones before it rounded away (two of e4m3 or three
@@ -35,8 +38,9 @@ from pallas_kernels import _compat
 from pallas_kernels.paged_attention import mosaic_prefill
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.paged_attention.combine import combine_jnp
-from pallas_kernels.paged_attention.mosaic_kernel import Config, attend
-from pallas_kernels.paged_attention.rows import ROWS, bounds, head_rows, padded, pieces, terms
+from pallas_kernels.paged_attention.mosaic_kernel import attend
+from pallas_kernels.paged_attention.mosaic_work import Config, Shape
+from pallas_kernels.paged_attention.rows import ROWS, bounds, head_rows, longest_first, ordered, padded, pieces, terms
 from pallas_kernels.paged_attention.splits import best_splits
 from pallas_kernels.shared_memory import tiled
 
@@ -101,7 +105,7 @@ def _shared_memory(args: Arguments, config: Config) -> int:
     merging = ROWS * H * 4 if config.consumers > 1 else 0
     queries = ROWS * H * (terms(args.k_pages.dtype) * size + (args.q.dtype.itemsize if config.wide else 0))
     result = ROWS * H * args.q.dtype.itemsize if config.splits == 1 else 0
-    return ring + queries + merging + result + 6 * ROWS * 4
+    return ring + queries + merging + result + 12 * ROWS * 4
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -115,25 +119,29 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     B, T, N, H = args.q.shape
     K, rows = args.kv_heads, args.group * head_rows(T)
     blocks = pl.cdiv(rows, ROWS)
+    items = B * K * blocks * config.splits
+    ctas = min(items, _compat.sm_count())
     row_bounds, block_bounds = bounds(args, blocks)
+    order = longest_first(block_bounds) if items > ctas else jnp.arange(B, dtype=jnp.int32)
     inputs = _compat.vary_alike(
-        block_bounds, row_bounds, args.page_table, args.scores_scale, args.v_scale, padded(args), args.k_pages,
-        args.v_pages,
+        ordered(block_bounds, order), row_bounds, args.page_table, args.scores_scale, args.v_scale, padded(args),
+        args.k_pages, args.v_pages,
     )  # fmt: skip
     out_rows = rows if blocks == 1 and config.consumers > 1 else ROWS
     sums = (B, K, config.splits, blocks, ROWS)
     shapes = [(*sums[:-1], out_rows, H), sums, sums] if config.splits > 1 else [(B, head_rows(T), N * H)]
     dtype = jnp.float32 if config.splits > 1 else args.q.dtype
+    shape = Shape(config, args.page_size, K, blocks, args.group, head_rows(T), items, ctas)
 
     def paged_attention_kernel(*refs: Any, **scratch: Any) -> None:  # by whose name profilers know it
-        attend(*refs, config=config, head_rows=head_rows(T), out_rows=out_rows, **scratch)
+        attend(*refs, shape=shape, **scratch)
 
     results = plgpu.kernel(
         paged_attention_kernel,
         out_type=[_compat.out_like(shape, dtype, inputs[0]) for shape in shapes],
-        grid=(config.splits, K, blocks, B),
-        grid_names=("split", "head", "block", "b"),
-        num_threads=config.consumers + min(config.wide, 1) + 1,
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=config.consumers + config.converters + 1,
         thread_name="warpgroup",
         scratch_types=_scratch(args, config),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -153,22 +161,23 @@ def _by_head(x: Array, args: Arguments) -> Array:
 
 
 def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
-    H, S, dtype = args.q.shape[-1], args.page_size, args.k_pages.dtype
-    slots, wide = config.consumers * config.stages, config.consumers * config.wide
+    H, S, dtype, consumers = args.q.shape[-1], args.page_size, args.k_pages.dtype, config.consumers
+    slots, wide = consumers * config.stages, consumers * config.wide
     scratch = {
         "q_s": tiled((terms(dtype) * ROWS, H), dtype),
         "bounds_s": plgpu.SMEM((3, ROWS), jnp.int32),
         "k_s": tiled((slots, S, H), dtype),
         "v_s": tiled((slots, S, H), dtype),
-        "sums_s": plgpu.SMEM((2, ROWS), jnp.float32),
+        "sums_s": plgpu.SMEM((2 * consumers, 2, ROWS), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=len(pieces(head_rows(args.q.shape[1]))) + 1),
-        "done": plgpu.Barrier(),
+        "q_empty": plgpu.Barrier(num_arrivals=consumers + config.converters),
         **{name: plgpu.Barrier(num_barriers=slots) for name in ("k_full", "k_empty", "v_full", "v_empty")},
     }
-    if config.consumers > 1:
-        scratch["acc_s"] = tiled((ROWS, H), jnp.float32)
+    if consumers > 1:
+        scratch["acc_s"] = tiled((consumers, ROWS, H // consumers), jnp.float32)
+        scratch |= {name: plgpu.Barrier(num_arrivals=consumers) for name in ("given", "free")}
     if config.splits == 1:
-        scratch["out_s"] = tiled((ROWS, H), args.q.dtype)
+        scratch["out_s"] = tiled((consumers, ROWS, H // consumers), args.q.dtype)
     if wide:
         scratch |= {"q_ready": plgpu.Barrier(), "factor_s": plgpu.SMEM((ROWS,), jnp.float32)}
         scratch["rows_s"] = tiled((ROWS, H), args.q.dtype)

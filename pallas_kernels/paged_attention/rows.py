@@ -89,3 +89,18 @@ def bounds(args: Arguments, blocks: int) -> tuple[Int[Array, "B blocks 3 R"], In
     union = (start, jnp.where(empty, start, high.max(2)))
     real = (own < q_length).astype(jnp.int32)
     return jnp.stack([low, high, real], axis=2), jnp.stack([*union, low.max(2), high.min(2)], axis=-1)
+
+
+def longest_first(block_bounds: Int[Array, "B blocks 4"]) -> Int[Array, " B"]:
+    """Sequences in the order of how much they see, by comparison of each with each: XLA sorts in several kernels."""
+    seen = block_bounds[:, 0, 1] - block_bounds[:, 0, 0]
+    number = jnp.arange(seen.size, dtype=jnp.int32)
+    before = (seen[None] > seen[:, None]) | ((seen[None] == seen[:, None]) & (number[None] < number[:, None]))
+    rank = before.sum(1, dtype=jnp.int32)
+    return jnp.where(rank[None] == number[:, None], number[None], 0).sum(1, dtype=jnp.int32)
+
+
+def ordered(block_bounds: Int[Array, "B blocks 4"], order: Int[Array, " B"]) -> Int[Array, "B blocks 5"]:
+    """The bounds of blocks in another order of sequences, each with the number of its sequence as a fifth."""
+    numbers = jnp.broadcast_to(order[:, None, None], (*block_bounds.shape[:2], 1))
+    return jnp.concatenate([block_bounds[order], numbers], axis=2)

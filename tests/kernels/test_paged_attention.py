@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import paged_attention
-from pallas_kernels.paged_attention import triton
+from pallas_kernels import _compat, paged_attention
+from pallas_kernels.paged_attention import mosaic, triton
 from pallas_kernels.paged_attention.arguments import checked
 from tests.kernels.cases import BF16, E4M3, E5M2, F32, PAGE_DTYPES, Geometry, brute_force, error, random_call
 
@@ -66,6 +66,38 @@ def test_matches_brute_force(geometry, attend):
         assert error(call.run(attend), brute_force(call)) <= 1e-2
 
     check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        Geometry(B=7, T=16, N=8, K=2, H=128, S=64, M=3),
+        Geometry(B=7, T=5, N=8, K=2, H=128, S=64, M=3, dtype=E4M3, mask="block"),
+        Geometry(B=7, T=1, N=4, K=2, H=128, S=64, M=3),
+        Geometry(B=7, T=1, N=4, K=2, H=128, S=64, M=3, dtype=E5M2),
+        Geometry(B=7, T=20, N=8, K=2, H=128, S=64, M=3, window=70),
+        Geometry(B=7, T=16, N=8, K=2, H=64, S=64, M=3, window=70),
+        Geometry(B=7, T=20, N=8, K=2, H=64, S=64, M=3),
+        Geometry(B=7, T=1, N=4, K=2, H=64, S=64, M=3, dtype=E4M3),
+        Geometry(B=7, T=1, N=4, K=2, H=64, S=64, M=3, dtype=E5M2),
+        Geometry(B=7, T=3, N=4, K=2, H=256, S=64, M=3),
+        Geometry(B=7, T=16, N=4, K=2, H=256, S=64, M=3, dtype=E4M3),
+    ],
+    ids=str,
+)
+def test_mosaic_programs_go_on_to_other_sequences(geometry, splits, monkeypatch):
+    """As on a device with five multiprocessors: each has several sequences, some of them without keys."""
+    monkeypatch.setattr(_compat, "sm_count", lambda: 5)
+    lengths = [190, 0, 1, 64, 65, 130, 192]
+    idle = [0, 0, 0, 0, 65, 20, 0]  # of the keys of one sequence none is valid
+    call = random_call(geometry, 6, lengths, [min(geometry.T, n) for n in lengths], idle, scales=True)
+    args = checked(*call.arguments, scale=None, **call.options)
+    config = dataclasses.replace(mosaic.default_config(args), splits=splits)
+    for _ in range(3):
+        found = np.asarray(mosaic.paged_attention(args, config=config), np.float64)
+        assert error(found, brute_force(call)) <= 1e-2
 
 
 @pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=lambda d: jnp.dtype(d).name)

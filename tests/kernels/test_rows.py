@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 
 from pallas_kernels.paged_attention import mosaic
 from pallas_kernels.paged_attention.arguments import checked, key_range, page_range
-from pallas_kernels.paged_attention.rows import ROWS, Place, bounds, head_rows, padded, terms
+from pallas_kernels.paged_attention.mosaic_work import Config, Shape
+from pallas_kernels.paged_attention.rows import ROWS, Place, bounds, head_rows, longest_first, ordered, padded, terms
 from tests.kernels.cases import BF16, E4M3, E5M2, Geometry, random_call, visible_keys
 
 GEOMETRIES = [
@@ -88,6 +90,22 @@ def test_rows_of_a_head_are_its_tokens_and_padding(tokens, rows):
     assert found.shape == (4, rows, 6 * 64)
     np.testing.assert_array_equal(found[:, :tokens].reshape(4, tokens, 6, 64), np.float32(call.q))
     assert (found[:, tokens:] == 0).all()
+
+
+def test_all_sequences_come_in_order_of_length():
+    block_bounds = np.random.default_rng(0).integers(0, 9, (70, 2, 4)).astype(np.int32)
+    found = np.asarray(ordered(jnp.asarray(block_bounds), longest_first(jnp.asarray(block_bounds))))
+    seen = found[:, 0, 1] - found[:, 0, 0]
+    assert (seen[:-1] >= seen[1:]).all()
+    assert sorted(found[:, 0, 4]) == list(range(70))
+    np.testing.assert_array_equal(found[:, :, :4], block_bounds[found[:, 0, 4]])
+
+
+@pytest.mark.parametrize(("items", "ctas"), [(512, 132), (128, 128), (28, 5), (265, 132), (7, 7)])
+def test_every_item_is_of_one_cta(items, ctas):
+    shape = Shape(Config(1, 2, 2, 0), 64, 8, 1, 4, 16, items, ctas)
+    mine = [[n * ctas + int(shape.turn(cta, n)) for n in range(int(shape.count(cta)))] for cta in range(ctas)]
+    assert sorted(itertools.chain(*mine)) == list(range(items))
 
 
 @pytest.mark.parametrize(("rows", "group"), [(8, 3), (8, 8), (16, 4), (16, 5), (64, 2), (128, 2)])
