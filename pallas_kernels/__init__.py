@@ -5,6 +5,7 @@ Kernels are jitted by themselves, so that a model of many layers traces and lowe
 
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Peers, all_reduce, all_reduce_add_norm
+from pallas_kernels.largest_product import largest, largest_product
 from pallas_kernels.masks import visible
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rotary import Rotary
@@ -18,6 +19,8 @@ __all__ = [
     "all_reduce",
     "all_reduce_add_norm",
     "gated",
+    "largest",
+    "largest_product",
     "paged_attention",
     "swiglu",
     "visible",

@@ -138,8 +138,9 @@ def multiply(
     x: Any,
     plan: Plan,
     fetch: Callable[[Any, Any, Any, Any], None],
-    finish: Callable[[jax.Array, Any, Any, Any], None],
+    finish: Callable[..., None],
     s: dict[str, Any],
+    enter: Callable[[Any, Any], None] = lambda i, piece: None,
 ) -> None:
     """One CTA.
 
@@ -147,8 +148,10 @@ def multiply(
       x: the rows.
       plan: of the product.
       fetch: starts the copies of a piece of the weight, given the piece, the inputs of a step, where to, the barrier.
-      finish: what a consumer does with its products, given these, the block and the piece, and which consumer it is.
+      finish: what a consumer does with its products, given these, how many tiles the CTA had before, the block and the
+        piece, and which consumer it is.
       s: the kernel's scratch.
+      enter: what the producer does at the start of a tile, given how many the CTA had before and the piece.
     """
     cta, me = lax.axis_index("cta"), lax.axis_index("warpgroup")
     count = pl.cdiv(plan.count - cta, plan.ctas)
@@ -159,6 +162,7 @@ def multiply(
 
         def produce(i: Any, nothing: None) -> None:
             block, piece = plan.place(cta + i * plan.ctas)
+            enter(i, piece)
             rows = pl.ds(block * plan.tile.rows, plan.tile.rows)
             _produce(x, rows, i * plan.steps, plan, lambda *where: fetch(piece, *where), s)
 
@@ -170,7 +174,7 @@ def multiply(
 
         def consume(i: Any, nothing: None) -> None:
             products = _consume(i * plan.steps, me, plan, s)
-            finish(products, *plan.place(cta + i * plan.ctas), me)
+            finish(products, i, *plan.place(cta + i * plan.ctas), me)
 
         lax.fori_loop(0, count, consume, None)
         plgpu.wait_smem_to_gmem(0)

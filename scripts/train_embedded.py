@@ -41,9 +41,10 @@ from dflash_jax.checkpoint.export import save_json, save_model
 from dflash_jax.checkpoint.loader import Params, load_params
 from dflash_jax.config import TargetConfig, read_json, target_config
 from dflash_jax.models.layers import KVCache
+from dflash_jax.models.linear import logits_of
 from dflash_jax.models.quantized import to_e4m3
 from dflash_jax.models.tables import PROJECTIONS, Parameter, build, checkpoint_table, output_axes, parameters_of
-from dflash_jax.models.target import TargetModel, logits_of
+from dflash_jax.models.target import TargetModel
 from dflash_jax.train.cache import SequenceCache
 
 EOS, MASK = "<|endoftext|>", "<|mask|>"

@@ -11,9 +11,8 @@ import pytest
 from dflash_jax import LLM, ConfigError, SamplingParams
 from dflash_jax.checkpoint.loader import load_params
 from dflash_jax.engine import engine as engine_module
-from dflash_jax.models.linear import project
+from dflash_jax.models.linear import logits_of, project
 from dflash_jax.models.quantized import QUANTIZED, Quantized, to_e4m3
-from dflash_jax.models.target import logits_of
 from tests.pairs import (
     DRAFT,
     TARGET,

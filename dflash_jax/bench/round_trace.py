@@ -25,7 +25,7 @@ PARTS = (
     ("copies", re.compile(r"memcpy|memset", re.IGNORECASE)),
     ("forcing", re.compile(r"keep_exactly")),
     ("prefill", re.compile(r"jit_prefill|jit\(prefill\)")),
-    ("head", re.compile(r"DraftModel\.tokens|\.logits|logits_of|jit[_(]commit.*(cublas|nvjet)")),
+    ("head", re.compile(r"DraftModel\.tokens|\.logits|\.likeliest|logits_of|jit[_(]commit.*(cublas|nvjet)")),
     ("draft_context", re.compile(r"write_context")),
     ("draft", re.compile(r"jit_draft|jit\(draft\)|/draft/|DraftModel")),
     ("sampling", re.compile(r"jit_commit|jit\(commit\)")),

@@ -198,13 +198,15 @@ def commit(
     own, own_sampler = rows_of((slots, sampler), rows)
     length = hidden.shape[1]
     drafts = jnp.zeros((len(rows), 0), jnp.int32) if block is None else block[:, 1:length]
-    logits = target.logits(hidden)
-    processed = logits
-    if controls is not None:
-        assert own_sampler is not None
-        processed = process(logits, drafts, own.emitted, own_sampler, rows_of(controls, rows), allowed)
-    positions = own.length[:, None] + 1 + jnp.arange(length)
-    tokens, scores = sample(processed, positions, own_sampler, mode, target.devices)
+    if mode == "greedy" and not with_logprobs:
+        logits, (tokens, scores) = None, target.likeliest(hidden)
+    else:
+        processed = logits = target.logits(hidden)
+        if controls is not None:
+            assert own_sampler is not None
+            processed = process(logits, drafts, own.emitted, own_sampler, rows_of(controls, rows), allowed)
+        positions = own.length[:, None] + 1 + jnp.arange(length)
+        tokens, scores = sample(processed, positions, own_sampler, mode, target.devices)
     count = accepted(tokens, drafts) + 1
 
     taken = jnp.arange(length) < count[:, None]
@@ -213,7 +215,7 @@ def commit(
     slots = slots.put(rows, Slots.of(anchor=last, length=own.length + count, emitted=own.emitted + count))
     if controls is not None:
         controls = count_emitted(controls, rows, tokens, taken)
-    logprobs = logprobs_of(logits, tokens) if with_logprobs else None
+    logprobs = None if logits is None or not with_logprobs else logprobs_of(logits, tokens)
     return spec.replicate((slots, controls, Emitted.of(tokens, jnp.where(broken, -1, count), logprobs)))
 
 

@@ -13,9 +13,8 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.config import DraftConfig
 from dflash_jax.models.layers import DecoderLayer, KVCache, rms_norm, rope_tables, run_layers
 from dflash_jax.models.linear import project
-from dflash_jax.models.parallel import Devices, likeliest
+from dflash_jax.models.parallel import Devices, likeliest_product
 from dflash_jax.models.tables import declare, outer_table
-from dflash_jax.models.target import logits_of
 
 
 class DraftModel(nn.Module):
@@ -63,6 +62,5 @@ class DraftModel(nn.Module):
     def tokens(self, hidden: Float[Array, "B T D"], target_head: Float[Array, "V D"]) -> Int[Array, "B T"]:
         """The likeliest token of each row, in the target's vocabulary."""
         own_head: Any = self.get_variable("params", "lm_head")  # undeclared where it is an fp8 copy of the target's
-        logits = logits_of(hidden, target_head if own_head is None else own_head)
-        drafted, _ = likeliest(logits, self.devices)
+        drafted, _ = likeliest_product(hidden, target_head if own_head is None else own_head, self.devices)
         return drafted + self.weights["d2t"][drafted] if "d2t" in self.weights else drafted

@@ -30,3 +30,13 @@ def project(x: Float[Array, "B T *I"], weight: Weight, bias: Array | None = None
         out = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), precision=precision)
     out = out.reshape(*x.shape[:2], *outer)
     return out if bias is None else out + bias
+
+
+def logits_of(
+    hidden: Float[Array, "B T D"], weight: Float[Array, "V D"] | Quantized | Transposed
+) -> Float[Array, "B T V"]:
+    """Logits in float32, accumulated in float32, for a head [V, D]."""
+    if isinstance(weight, Quantized | Transposed):
+        return weight.product(hidden.reshape(-1, hidden.shape[-1])).reshape(*hidden.shape[:2], -1)
+    precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
+    return jnp.einsum("btd,vd->btv", hidden, weight, precision=precision, preferred_element_type=jnp.float32)

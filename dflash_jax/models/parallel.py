@@ -14,13 +14,21 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.models.linear import Weight, project
-from dflash_jax.models.quantized import Quantized
+from dflash_jax.models.linear import Weight, logits_of, project
+from dflash_jax.models.quantized import Quantized, to_e4m3
 from dflash_jax.models.transposed import Transposed
-from pallas_kernels import Peers, add_norm, all_reduce, all_reduce_add_norm, gated, swiglu
+from pallas_kernels import (
+    Peers,
+    add_norm,
+    all_reduce,
+    all_reduce_add_norm,
+    gated,
+    largest,
+    largest_product,
+    swiglu,
+)
 
 ROW = 128  # float32 numbers: the least that the kernel sums
-PART = 64  # numbers whose maximum is found first, on CPUs
 
 
 @dataclass(frozen=True)
@@ -126,19 +134,10 @@ def look_up(table: Float[Array, "V D"], tokens: Int[Array, "B T"], devices: Devi
 def likeliest(logits: Float[Array, "B T V"], devices: Devices | None) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
     """The token of the largest float32 logit of each row, the first of several, and that logit; NaN is the largest."""
     if devices is None or not devices.share(logits.shape[-1]):
-        return _largest(logits)
+        return largest(logits)
 
-    def on_each(logits, peers):
-        """Each device's own finding has a place of its own in the sum, where the others have zeros."""
-        rank, size = lax.axis_index("tp"), lax.axis_size("tp")
-        token, value = _largest(logits)
-        own = jnp.stack([(rank * logits.shape[-1] + token).astype(jnp.float32), value])  # exact below 2**24
-        width = -(-2 * size // ROW) * ROW
-        row = jnp.zeros((*value.shape, width), jnp.float32)
-        row = lax.dynamic_update_slice_in_dim(row, jnp.moveaxis(own, 0, -1), 2 * rank, axis=-1)
-        found = all_reduce(row, "tp", peers)[..., : 2 * size]
-        best, value = _largest(found[..., 1::2])
-        return jnp.take_along_axis(found[..., ::2], best[..., None], axis=-1)[..., 0].astype(jnp.int32), value
+    def on_each(logits: Array, peers: Peers | None) -> tuple[Array, Array]:
+        return _over_all(*largest(logits), logits.shape[-1], peers)
 
     specs = (PartitionSpec(None, None, "tp"), PartitionSpec("tp"))
     function = jax.shard_map(on_each, mesh=devices.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
@@ -146,20 +145,46 @@ def likeliest(logits: Float[Array, "B T V"], devices: Devices | None) -> tuple[I
     return token, value
 
 
-def _largest(values: Float[Array, "B T V"]) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
-    """Where each row's largest value is, and what it is."""
-    index = lax.platform_dependent(values, cpu=_argmax_by_parts, default=_argmax)
-    return index, jnp.take_along_axis(values, index[..., None], axis=-1)[..., 0]
+def likeliest_product(
+    hidden: Float[Array, "B T D"], head: Weight, devices: Devices | None
+) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """The same of the logits that a head [V, D] gives, which need not be kept; of an fp8 head the logits are scaled.
+
+    Args:
+        hidden: after the last norm.
+        head: split over the devices where its length divides.
+        devices: as for `project_add_norm`.
+    """
+    if devices is None or isinstance(head, Transposed):
+        return likeliest(logits_of(hidden, head), devices)
+    is_split, whole = devices.share(head.shape[0]), PartitionSpec()
+    leaves, form = jax.tree.flatten(head)
+
+    def on_each(hidden, leaves, peers):
+        head = jax.tree.unflatten(form, leaves)
+        if isinstance(head, Quantized):
+            found = largest_product(to_e4m3(hidden, 2)[0], head.values, head.scales)
+        else:
+            found = largest_product(hidden, head)
+        return _over_all(*found, head.shape[0], peers) if is_split else found
+
+    if devices.mesh.size == 1:
+        return on_each(hidden, leaves, None)
+    in_specs = (whole, PartitionSpec("tp") if is_split else whole, PartitionSpec("tp"))
+    function = jax.shard_map(on_each, mesh=devices.mesh, in_specs=in_specs, out_specs=whole, check_vma=False)
+    token, value = function(hidden, leaves, devices.peers)
+    return token, value
 
 
-def _argmax(values: Float[Array, "... V"]) -> Int[Array, "..."]:
-    return values.argmax(axis=-1).astype(jnp.int32)
-
-
-def _argmax_by_parts(values: Float[Array, "... V"]) -> Int[Array, "..."]:
-    """The same by the maxima of parts: XLA finds those several times faster than where they are, on CPUs."""
-    if values.shape[-1] % PART:
-        return _argmax(values)
-    parts = values.reshape(*values.shape[:-1], -1, PART)
-    first = _argmax(parts.max(axis=-1))[..., None]
-    return first[..., 0] * PART + _argmax(jnp.take_along_axis(parts, first[..., None], axis=-2)[..., 0, :])
+def _over_all(
+    token: Int[Array, "B T"], value: Float[Array, "B T"], size: int, peers: Peers | None
+) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """What all devices of axis `tp` found in parts of that size: each has a place in a sum, where others have zeros."""
+    rank, devices = lax.axis_index("tp"), lax.axis_size("tp")
+    own = jnp.stack([(rank * size + token).astype(jnp.float32), value])  # exact below 2**24
+    width = -(-2 * devices // ROW) * ROW
+    row = jnp.zeros((*value.shape, width), jnp.float32)
+    row = lax.dynamic_update_slice_in_dim(row, jnp.moveaxis(own, 0, -1), 2 * rank, axis=-1)
+    found = all_reduce(row, "tp", peers)[..., : 2 * devices]
+    best, value = largest(found[..., 1::2])
+    return jnp.take_along_axis(found[..., ::2], best[..., None], axis=-1)[..., 0].astype(jnp.int32), value

@@ -12,10 +12,9 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.models.layers import DecoderLayer, KVCache, rms_norm, rope_tables, run_layers
-from dflash_jax.models.parallel import Devices, look_up
-from dflash_jax.models.quantized import Quantized
+from dflash_jax.models.linear import logits_of
+from dflash_jax.models.parallel import Devices, likeliest_product, look_up
 from dflash_jax.models.tables import declare, outer_table
-from dflash_jax.models.transposed import Transposed
 from pallas_kernels.rotary import split_heads
 
 
@@ -106,6 +105,10 @@ class TargetModel(nn.Module):
         """float32 logits."""
         return logits_of(hidden, self.head)
 
+    def likeliest(self, hidden: Float[Array, "B T D"]) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+        """The token of the largest logit of each row, and that logit; the others are not kept."""
+        return likeliest_product(hidden, self.head, self.devices)
+
     @property
     def head(self) -> Float[Array, "V D"]:
         """The output head, which is the embedding where they are tied; the drafter shares it."""
@@ -122,13 +125,3 @@ def _side_by_side(
 def _row(array: Shaped[Array, "B T *_"], index: Int[Array, " B"]) -> Shaped[Array, "B 1 *_"]:
     """One token of each sequence."""
     return jax.vmap(partial(lax.dynamic_slice_in_dim, slice_size=1))(array, index)
-
-
-def logits_of(
-    hidden: Float[Array, "B T D"], weight: Float[Array, "V D"] | Quantized | Transposed
-) -> Float[Array, "B T V"]:
-    """Logits in float32, accumulated in float32, for a head [V, D]."""
-    if isinstance(weight, Quantized | Transposed):
-        return weight.product(hidden.reshape(-1, hidden.shape[-1])).reshape(*hidden.shape[:2], -1)
-    precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
-    return jnp.einsum("btd,vd->btv", hidden, weight, precision=precision, preferred_element_type=jnp.float32)

@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.checkpoint.loader import Params
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.models.dflash import DraftModel
-from dflash_jax.models.target import TargetModel, logits_of
+from dflash_jax.models.linear import logits_of
+from dflash_jax.models.target import TargetModel
 from dflash_jax.train.cache import PackedBlocks, SequenceCache
 
 Loss = Literal["decay", "dpace"]

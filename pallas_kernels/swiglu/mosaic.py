@@ -102,8 +102,9 @@ def _swiglu(x: Any, weight: Any, out: Any, *, plan: Plan, **s: Any) -> None:
             source = weight.at[part, half, own, inputs]
             plgpu.copy_gmem_to_smem(source, target.at[pl.ds(half * units, units)], barrier)
 
-    def finish(gate_up: jax.Array, block: Any, piece: Any, me: Any) -> None:
+    def finish(gate_up: jax.Array, i: Any, block: Any, piece: Any, me: Any) -> None:
         """Multiplies gate and up, rounded as products are, and leaves the result to TMA."""
+        del i
         rounded = gate_up.astype(out.dtype)
         gate, up = (rounded[:, half * units :][:, :units].astype(jnp.float32) for half in range(2))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before

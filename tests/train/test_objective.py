@@ -13,7 +13,8 @@ import pytest
 from dflash_jax.cache.dense import DenseKVCache
 from dflash_jax.config import draft_config, target_config
 from dflash_jax.models.dflash import DraftModel
-from dflash_jax.models.target import TargetModel, logits_of
+from dflash_jax.models.linear import logits_of
+from dflash_jax.models.target import TargetModel
 from dflash_jax.train import objective
 from dflash_jax.train.cache import SequenceCache
 from dflash_jax.train.objective import (

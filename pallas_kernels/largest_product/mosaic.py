@@ -1,0 +1,159 @@
+"""The largest product on Hopper (see ``products``): of each tile a row's largest, of which XLA finds the largest."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import _compat, products
+from pallas_kernels.largest_product.reference import largest
+from pallas_kernels.products import ALIGNED, CONSUMERS, Plan, Tile
+
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
+TILES = tuple(
+    Tile(rows, columns, more=8 * (rows + columns)) for rows, columns in ((256, 192), (256, 128), (128, 256), (128, 192))
+)
+LEAST_STEPS = 8  # more than any ring holds
+LEAST_ROWS = 256  # of the weight: a tile's
+PART = 64  # columns that are searched at a time
+
+
+def refusal(x: Any, weight: Any) -> str | None:
+    """Why the Mosaic backend cannot do this call, or None."""
+    if x.dtype not in DTYPES:
+        return f"The Mosaic largest product takes bf16, f16 and e4m3; this is {x.dtype}."
+    depth = _depth(x.dtype)
+    if weight.shape[1] % depth or weight.shape[1] < LEAST_STEPS * depth:
+        return (
+            f"The Mosaic largest product of {x.dtype} needs a width that {depth} divides, of at least "
+            f"{LEAST_STEPS * depth}; this is {weight.shape[1]}."
+        )
+    if len(weight) % ALIGNED or len(weight) < LEAST_ROWS:
+        return (
+            f"The Mosaic largest product needs a number of rows that {ALIGNED} divides, of at least {LEAST_ROWS}; "
+            f"this is {len(weight)}."
+        )
+    return None
+
+
+def is_fastest(x: Any, weight: Any) -> bool:
+    """Whether this call is faster here than XLA's product and argmax, by the measurements in BENCH.md."""
+    return x.size // x.shape[-1] >= 128 and len(weight) >= 16384
+
+
+def _depth(dtype: Any) -> int:
+    """Inputs of a step."""
+    return products.STEP // jnp.dtype(dtype).itemsize
+
+
+def best_plan(x: Any, weight: Any) -> Plan:
+    """The best of all plans for a call."""
+    return products.best(plan_of(tile, x, weight) for tile in TILES)
+
+
+def plan_of(tile: Tile, x: Any, weight: Any) -> Plan:
+    """The plan of a call with such tiles."""
+    rows, width = x.size // x.shape[-1], x.shape[-1]
+    return Plan(tile, pl.cdiv(rows, tile.rows), pl.cdiv(len(weight), tile.columns), width // _depth(x.dtype))
+
+
+@functools.partial(jax.jit, static_argnames="tile")
+def largest_product(
+    x: Float[Array, "*T D"],
+    weight: Float[Array, "V D"],
+    scales: Float[Array, " V"] | None,
+    *,
+    tile: Tile | None = None,
+) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
+    """See ``pallas_kernels.largest_product``."""
+    if reason := refusal(x, weight):
+        raise NotImplementedError(reason)
+    tokens = math.prod(x.shape[:-1])
+    if tokens == 0:
+        return jnp.zeros(x.shape[:-1], jnp.int32), jnp.zeros(x.shape[:-1], jnp.float32)
+    plan = best_plan(x, weight) if tile is None else plan_of(tile, x, weight)
+    rows = jnp.pad(x.reshape(tokens, -1), ((0, -tokens % ALIGNED), (0, 0)))
+    operands = _compat.vary_alike(rows, weight, *([] if scales is None else [scales]))
+
+    def largest_product_kernel(*refs: Any, **scratch: Any) -> None:
+        x, weight, *scales, value, index = refs
+        _largest(x, weight, scales[0] if scales else None, value, index, plan=plan, **scratch)
+
+    shape = (CONSUMERS, plan.tile.rows // CONSUMERS)
+    scratch = products.ring(plan, x.dtype)
+    scratch |= {"value_s": plgpu.SMEM(shape, jnp.float32), "index_s": plgpu.SMEM(shape, jnp.int32)}
+    if scales is not None:
+        scratch |= {"scales_s": plgpu.SMEM((2, plan.tile.columns), jnp.float32)}
+        scratch |= {"scales_full": plgpu.Barrier(num_barriers=2)}
+    outputs = [
+        _compat.out_like((plan.pieces, plan.blocks * plan.tile.rows), d, operands[0]) for d in (jnp.float32, jnp.int32)
+    ]
+    found = products.launch(largest_product_kernel, plan, outputs, scratch, copies=1)(*operands)
+    values, indices, *_ = _compat.vary_alike(*found, *operands)  # Mosaic's outputs do not say so
+    piece, value = largest(values[:, :tokens].T)
+    index = jnp.take_along_axis(indices[:, :tokens], piece[None], axis=0)[0]
+    return index.reshape(x.shape[:-1]), value.reshape(x.shape[:-1])
+
+
+def _largest(x: Any, weight: Any, scales: Any, value: Any, index: Any, *, plan: Plan, **s: Any) -> None:
+    """One CTA; ``s`` is its scratch."""
+    columns, (V, _) = plan.tile.columns, weight.shape
+
+    def first_of(piece: Any) -> Any:
+        """The last piece overlaps the one before: what TMA would bring from beyond the end are zeros."""
+        return jnp.minimum(piece * columns, V - columns)
+
+    def enter(i: Any, piece: Any) -> None:
+        """Scales of a tile, in one of two places.
+
+        Whoever starts on a tile knows that its consumers have left the one before the last: a tile has more steps than
+        the ring, and the consumers gave back the slots of the last tile's first steps.
+        """
+        if scales is not None:
+            place = lax.rem(i, 2)
+            source = scales.at[pl.ds(first_of(piece), columns)]
+            plgpu.copy_gmem_to_smem(source, s["scales_s"].at[place], s["scales_full"].at[place])
+
+    def fetch(piece: Any, inputs: Any, target: Any, barrier: Any) -> None:
+        plgpu.copy_gmem_to_smem(weight.at[pl.ds(first_of(piece), columns), inputs], target, barrier)
+
+    def finish(found: jax.Array, i: Any, block: Any, piece: Any, me: Any) -> None:
+        """The largest product of each row, and the first column that has it.
+
+        Some columns at a time: their numbers, which are the same for every tile, stay in registers.
+        """
+        if scales is not None:
+            plgpu.barrier_wait(s["scales_full"].at[lax.rem(i, 2)])
+        parts = []
+        for start in range(0, columns, PART):
+            part = found[:, start : start + PART]
+            if scales is not None:
+                own = s["scales_s"].at[lax.rem(i, 2), pl.ds(start, PART)]
+                of_columns = _compat.smem_load(own, plgpu.Layout.WGMMA.reduce(0))
+                part = part * lax.broadcast_in_dim(of_columns, part.shape, [1])
+            parts.append(part)
+        most = functools.reduce(jnp.maximum, [part.max(axis=1) for part in parts])
+        column = plgpu.broadcasted_iota(jnp.int32, parts[0].shape, 1, layout=plgpu.Layout.WGMMA)
+        firsts = []
+        for k, part in enumerate(parts):
+            less = part < lax.broadcast_in_dim(most, part.shape, [0])
+            firsts.append(jnp.where(less, V, column).min(axis=1) + k * PART)
+        first = functools.reduce(jnp.minimum, firsts) + first_of(piece)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
+        s["value_s"].at[me][...] = most
+        s["index_s"].at[me][...] = first
+        plgpu.commit_smem()
+        mine = products.own_rows(plan.tile, me)
+        rows = pl.ds(block * plan.tile.rows + mine.start, mine.size)
+        for name, out in (("value_s", value), ("index_s", index)):
+            plgpu.copy_smem_to_gmem(s[name].at[me], out.at[piece, rows])
+
+    products.multiply(x, plan, fetch, finish, s, enter)

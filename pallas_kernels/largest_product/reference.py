@@ -1,0 +1,40 @@
+"""The largest product in plain jnp: the oracle of the kernel, and the path of CPUs and TPUs."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+PART = 64  # numbers whose maximum is found first, on CPUs
+
+
+def largest_product(
+    x: Float[Array, "*T D"], weight: Float[Array, "V D"], scales: Float[Array, " V"] | None
+) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
+    """See ``pallas_kernels.largest_product``."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    rows = x.reshape(-1, x.shape[-1])
+    dimensions = (((1,), (1,)), ((), ()))
+    products = lax.dot_general(rows, weight, dimensions, precision=precision, preferred_element_type=jnp.float32)
+    index, value = largest(products if scales is None else products * scales)
+    return index.reshape(x.shape[:-1]), value.reshape(x.shape[:-1])
+
+
+def largest(values: Float[Array, "*T V"]) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
+    """Where the last axis has its largest value, the first of several, and what that is; NaN is the largest."""
+    index = lax.platform_dependent(values, cpu=_argmax_by_parts, default=_argmax)
+    return index, jnp.take_along_axis(values, index[..., None], axis=-1)[..., 0]
+
+
+def _argmax(values: Float[Array, "*T V"]) -> Int[Array, "*T"]:
+    return values.argmax(axis=-1).astype(jnp.int32)
+
+
+def _argmax_by_parts(values: Float[Array, "*T V"]) -> Int[Array, "*T"]:
+    """The same by the maxima of parts: XLA finds those several times faster than where they are, on CPUs."""
+    if values.shape[-1] % PART:
+        return _argmax(values)
+    parts = values.reshape(*values.shape[:-1], -1, PART)
+    first = _argmax(parts.max(axis=-1))[..., None]
+    return first[..., 0] * PART + _argmax(jnp.take_along_axis(parts, first[..., None], axis=-2)[..., 0, :])
