@@ -81,10 +81,10 @@ class Plan:
         room = pl.cdiv(self.count, _compat.sm_count()) * _compat.sm_count() * self.tile.rows * self.tile.columns
         return rows * columns / room
 
-    def place(self, i: Any) -> tuple[Any, Any]:
-        """Block and piece of tile i: through all pieces with a band of blocks, then with the next band."""
+    def place(self, i: Any, blocks: Any) -> tuple[Any, Any]:
+        """Block and piece of tile i of so many blocks: through all pieces with a band of them, then with the next."""
         band, rest = lax.div(i, BAND * self.pieces), lax.rem(i, BAND * self.pieces)
-        blocks = jnp.minimum(BAND, self.blocks - band * BAND)
+        blocks = jnp.minimum(BAND, blocks - band * BAND)
         return band * BAND + lax.rem(rest, blocks), lax.div(rest, blocks)
 
 
@@ -141,6 +141,7 @@ def multiply(
     finish: Callable[..., None],
     s: dict[str, Any],
     enter: Callable[[Any, Any], None] = lambda i, piece: None,
+    length: Any = None,
 ) -> None:
     """One CTA.
 
@@ -152,16 +153,18 @@ def multiply(
         piece, and which consumer it is.
       s: the kernel's scratch.
       enter: what the producer does at the start of a tile, given how many the CTA had before and the piece.
+      length: rows that are wanted, the first so many; None is all.
     """
     cta, me = lax.axis_index("cta"), lax.axis_index("warpgroup")
-    count = pl.cdiv(plan.count - cta, plan.ctas)
+    blocks = plan.blocks if length is None else lax.div(length + plan.tile.rows - 1, plan.tile.rows)
+    count = pl.cdiv(blocks * plan.pieces - cta, plan.ctas)
 
     @pl.when(me == CONSUMERS)
     def _():
         plgpu.set_max_registers(40, action="decrease")
 
         def produce(i: Any, nothing: None) -> None:
-            block, piece = plan.place(cta + i * plan.ctas)
+            block, piece = plan.place(cta + i * plan.ctas, blocks)
             enter(i, piece)
             rows = pl.ds(block * plan.tile.rows, plan.tile.rows)
             _produce(x, rows, i * plan.steps, plan, lambda *where: fetch(piece, *where), s)
@@ -174,7 +177,7 @@ def multiply(
 
         def consume(i: Any, nothing: None) -> None:
             products = _consume(i * plan.steps, me, plan, s)
-            finish(products, i, *plan.place(cta + i * plan.ctas), me)
+            finish(products, i, *plan.place(cta + i * plan.ctas, blocks), me)
 
         lax.fori_loop(0, count, consume, None)
         plgpu.wait_smem_to_gmem(0)

@@ -12,73 +12,37 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from dflash_jax.checkpoint.loader import Params
 from dflash_jax.core import CompletionOutput, SamplingParams
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.round import commit
+from dflash_jax.engine.round import accepted
 from dflash_jax.engine.scheduler import Running
 from dflash_jax.engine.sequence import Sequence
-from dflash_jax.engine.state import Controls, Emitted, Slots, StepSpec, rows_of
 from dflash_jax.errors import DFlashError
 
 
-@partial(jax.jit, static_argnames=("count", "spec", "mode", "with_logprobs"), donate_argnames=("slots", "controls"))
-def commit_exactly(
-    params: Params,
-    slots: Slots,
-    controls: Controls | None,
-    rows: Int[Array, " B"],
-    hidden: Float[Array, "B T D"],
-    block: Int[Array, "B G"] | None,
-    *given: Any,
-    count: int,
-    spec: StepSpec,
-    **static: Any,
-) -> tuple[Slots, Controls | None, Emitted]:
-    """The step `commit`, and if it has drafts, what it would give had it confirmed `count` - 1 of each sequence's.
+def keep_exactly(tokens: Int[Array, "B T"], drafts: Int[Array, "B R"], *, count: int) -> Int[Array, " B"]:
+    """In place of `accepted`: of each sequence `count` drafts are confirmed, or all of less, whatever they are.
 
-    The tokens are those that the target sampled, the next anchor among them: a round's work stays what it is.
-
-    Args:
-        params: as of `commit`, like all that is not named here.
-        slots: of all sequences; donated.
-        controls: donated.
-        rows: slots of the B sequences of the round.
-        hidden: what the target made of the block.
-        block: the drafts.
-        given: the other arguments.
-        count: static; tokens that every sequence shall emit.
-        spec: static.
-        static: the other static ones.
+    The tokens are those that the target sampled, the next anchor among them: a round's work stays what it is, so those
+    that are confirmed indeed are counted, too.
     """
-    slots, controls, emitted = commit(params, slots, controls, rows, hidden, block, *given, spec=spec, **static)
-    if block is not None:
-        slots, emitted = spec.replicate(keep_exactly(slots, rows, emitted, count=count))
-    return slots, controls, emitted
-
-
-@jax.named_scope("keep_exactly")
-def keep_exactly(slots: Slots, rows: Int[Array, " B"], emitted: Emitted, *, count: int) -> tuple[Slots, Emitted]:
-    """Slots and emission of a round as if it had confirmed `count` - 1 drafts, whatever it did confirm."""
-    own, change = rows_of(slots, rows), count - emitted.count
-    last = emitted.tokens[:, count - 1]
-    slots = slots.put(rows, Slots.of(anchor=last, length=own.length + change, emitted=own.emitted + change))
-    count_of_row = jnp.where(emitted.count < 0, emitted.count, count)  # -1 where the logits were no numbers
-    return slots, Emitted.of(emitted.tokens, count_of_row, emitted.logprobs)
+    kept = jnp.full(len(drafts), min(count, drafts.shape[1]))
+    kept, _ = jax.lax.optimization_barrier((kept, accepted(tokens, drafts)))
+    return kept
 
 
 class RoundEngine(Engine):
     """An engine for measurements, which no server and no `LLM` makes.
 
-    Its steps are the usual ones, drafts are drafted and verified; but the last of a round corrects how many of them it
-    has kept. Rounds begin when the prompts of all sequences are in the cache.
+    Its steps are the usual ones, drafts are drafted and verified; but how many of them are kept is told. Rounds begin
+    when the prompts of all sequences are in the cache.
     """
 
     def keep(self, num_accepted_tokens: int) -> None:
         """From now on each round keeps so many drafts, whether they agree or not."""
-        self.runner.commit_step = partial(commit_exactly, count=num_accepted_tokens + 1)
+        self.runner.confirm = partial(keep_exactly, count=num_accepted_tokens)
 
     def _reserve_rounds(self) -> tuple[list[Running], list[Sequence]]:
         if all(running.is_prefilled for running in self.scheduler.running):

@@ -23,9 +23,11 @@ OPERATION = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="((?:[^"\\]|\\.)
 PARTS = (
     ("all_reduce", re.compile(r"all-?_?(reduce|gather|to-?_?all)|reduce-scatter|nccl|collective", re.IGNORECASE)),
     ("copies", re.compile(r"memcpy|memset", re.IGNORECASE)),
-    ("forcing", re.compile(r"keep_exactly")),
     ("prefill", re.compile(r"jit_prefill|jit\(prefill\)")),
-    ("head", re.compile(r"DraftModel\.tokens|\.logits|\.likeliest|logits_of|jit[_(]commit.*(cublas|nvjet)")),
+    (
+        "head",
+        re.compile(r"DraftModel\.tokens|\.logits|likeliest|logits_of|largest_product|jit[_(]commit.*(cublas|nvjet)"),
+    ),
     ("draft_context", re.compile(r"write_context")),
     ("draft", re.compile(r"jit_draft|jit\(draft\)|/draft/|DraftModel")),
     ("sampling", re.compile(r"jit_commit|jit\(commit\)")),

@@ -52,7 +52,13 @@ if runs_on_cpus():
     COMPILER_OPTIONS["xla_disable_hlo_passes"] = ",".join(
         f"float-normalization-{name}" for name in ("bf16", "f8e4m3fn", "f8e5m2")
     )
+HALVED_ROWS = 1024  # of blocks: with so many, a head takes as long as its arithmetic, for half of them half as long
 SCORED_ROWS = 64  # logits of prompts are computed for so many tokens at a time, never for a whole chunk
+
+
+# How many drafts of each sequence are kept, given the target's tokens and the drafts.
+Confirm = Callable[[Int[Array, "B T"], Int[Array, "B R"]], Int[Array, " B"]]
+Likeliest = tuple[Int[Array, "B T"], Float[Array, "B T"]]  # tokens, and their logits
 
 
 @jax.tree_util.register_dataclass
@@ -161,7 +167,7 @@ def verify(
     return spec.replicate(hidden), caches.pools()
 
 
-@partial(jax.jit, static_argnames=("spec", "mode", "with_logprobs"), donate_argnames=("slots", "controls"))
+@partial(jax.jit, static_argnames=("spec", "mode", "with_logprobs", "confirm"), donate_argnames=("slots", "controls"))
 def commit(
     params: Params,
     slots: Slots,
@@ -175,6 +181,7 @@ def commit(
     spec: StepSpec,
     mode: SamplingMode,
     with_logprobs: bool,
+    confirm: Confirm,
 ) -> tuple[Slots, Controls | None, Emitted]:
     """Sample a token for each verified row, and emit them as long as the drafts agree.
 
@@ -190,6 +197,7 @@ def commit(
         spec: static.
         mode: static; what the most demanding of the sequences needs.
         with_logprobs: static; whether any of them wants log-probabilities.
+        confirm: static; `accepted`, or what a benchmark has for it.
 
     Returns:
         Slots and controls after the step, and what it emitted: from 1 to T tokens a sequence.
@@ -199,7 +207,7 @@ def commit(
     length = hidden.shape[1]
     drafts = jnp.zeros((len(rows), 0), jnp.int32) if block is None else block[:, 1:length]
     if mode == "greedy" and not with_logprobs:
-        logits, (tokens, scores) = None, target.likeliest(hidden)
+        logits, (tokens, scores) = None, likeliest_tokens(target.likeliest, hidden, drafts, confirm)
     else:
         processed = logits = target.logits(hidden)
         if controls is not None:
@@ -207,7 +215,7 @@ def commit(
             processed = process(logits, drafts, own.emitted, own_sampler, rows_of(controls, rows), allowed)
         positions = own.length[:, None] + 1 + jnp.arange(length)
         tokens, scores = sample(processed, positions, own_sampler, mode, target.devices)
-    count = accepted(tokens, drafts) + 1
+    count = confirm(tokens, drafts) + 1
 
     taken = jnp.arange(length) < count[:, None]
     broken = (jnp.isnan(scores) & taken).any(axis=1)
@@ -221,7 +229,7 @@ def commit(
 
 @partial(
     jax.jit,
-    static_argnames=("spec", "length", "commit"),
+    static_argnames=("spec", "length", "confirm"),
     donate_argnames=("slots", "caches"),
     compiler_options=COMPILER_OPTIONS,
 )
@@ -233,7 +241,7 @@ def greedy_round(
     *,
     spec: StepSpec,
     length: int,
-    commit: Callable[..., tuple[Slots, None, Emitted]],
+    confirm: Confirm,
 ) -> tuple[Slots, Caches, Emitted]:
     """Draft, verify and commit at once, for sequences that are all greedy: the host starts one program, not three.
 
@@ -244,7 +252,7 @@ def greedy_round(
         tables: of the B sequences that take part.
         spec: static.
         length: static; tokens to verify, 1 without drafting.
-        commit: static; the step of that name, or what a benchmark has for it.
+        confirm: static; as for `commit`.
     """
     both, block = params.unflatten(), None
     if length > 1:
@@ -254,7 +262,8 @@ def greedy_round(
     with jax.named_scope("verify"):
         hidden, caches = uncompiled(verify)(params, slots, caches, tables, block, spec=spec, length=length)
     given = (tables.rows, hidden, block, None, None)
-    slots, _, emitted = commit(both[0], slots, None, *given, spec=spec, mode="greedy", with_logprobs=False)
+    static = {"spec": spec, "mode": "greedy", "with_logprobs": False, "confirm": confirm}
+    slots, _, emitted = commit(both[0], slots, None, *given, **static)
     return slots, caches, emitted
 
 
@@ -349,6 +358,30 @@ def draft_block(
     return drafter.tokens(hidden[:, 1:], target.head), cache
 
 
-def accepted(tokens: Int[Array, "B T"], drafts: Int[Array, "B T-1"]) -> Int[Array, " B"]:
-    """How many drafts the target confirms: the longest prefix in which its own tokens are the drafts."""
-    return jnp.cumprod(drafts == tokens[:, :-1], axis=1, dtype=jnp.int32).sum(axis=1)
+def accepted(tokens: Int[Array, "B T"], drafts: Int[Array, "B R"]) -> Int[Array, " B"]:
+    """How many of R <= T drafts the target confirms: the longest prefix in which its own tokens are the drafts."""
+    return jnp.cumprod(drafts == tokens[:, : drafts.shape[1]], axis=1, dtype=jnp.int32).sum(axis=1)
+
+
+def likeliest_tokens(
+    likeliest: Callable[..., Likeliest], hidden: Float[Array, "B T D"], drafts: Int[Array, "B T-1"], confirm: Confirm
+) -> Likeliest:
+    """The target's likeliest token of each row, and its logit; of rows that cannot be emitted, perhaps zeros.
+
+    What follows the first draft that is refused is nobody's. Where it saves time, the head is asked for the first half
+    of each block, and then for the others of those sequences whose drafts it has confirmed so far.
+    """
+    B, T, _ = hidden.shape
+    half = T // 2
+    if half == 0 or B * T < HALVED_ROWS:
+        return likeliest(hidden)
+    first = likeliest(hidden[:, :half])
+    goes_on = confirm(first[0], drafts[:, :half]) == half
+    order = jnp.argsort(~goes_on)
+    rest = likeliest(hidden[order, half:], goes_on.sum() * (T - half))
+    place = jnp.where(goes_on, jnp.cumsum(goes_on) - 1, B)  # in that order
+    tokens, scores = (
+        jnp.concatenate([early, late.at[place].get(mode="fill", fill_value=0)], axis=1)
+        for early, late in zip(first, rest, strict=True)
+    )
+    return tokens, scores

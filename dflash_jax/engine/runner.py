@@ -37,7 +37,7 @@ class ModelRunner:
         params: the target's and the drafter's.
         slots: state of all slots, as it will be when all that is enqueued is done.
         caches: likewise.
-        commit_step: the last step of a round; a benchmark puts another in its place.
+        confirm: tells how many drafts are kept; a benchmark puts another in its place.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ModelRunner:
         self._kv_scales = (target.kv_scales, draft.kv_scales if draft else None)
         peers = mesh.peers(config.dtype.itemsize * max(m.config.hidden_size for m in (target, draft) if m))
         self._beside = {} if peers is None else {"peers": peers}
-        self.commit_step: Callable[..., tuple[Slots, Controls | None, Emitted]] = steps.commit
+        self.confirm: steps.Confirm = steps.accepted
         self._hand_over()
         self._make_state()
 
@@ -116,7 +116,7 @@ class ModelRunner:
 
     def greedy_round(self, tables: Tables, length: int) -> Emitted:
         """A whole round of greedy sequences that verifies `length` tokens of each."""
-        static = {"spec": self.spec, "length": length, "commit": self.commit_step}
+        static = {"spec": self.spec, "length": length, "confirm": self.confirm}
         self.slots, self.caches, emitted = steps.greedy_round(
             self._flat_params, self.slots, self.caches, tables, **static
         )
@@ -148,8 +148,9 @@ class ModelRunner:
         """Sample and emit tokens behind hidden states; the arguments are those of the step `commit`."""
         state = (self.slots, self._controls if mode in CONTROLLED_MODES else None)
         sampler = None if mode == "greedy" else self._device_sampler()
-        given, static = (rows, hidden, block, sampler, allowed), {"mode": mode, "with_logprobs": with_logprobs}
-        self.slots, controls, emitted = self.commit_step(self._shared[0], *state, *given, spec=self.spec, **static)
+        given = (rows, hidden, block, sampler, allowed)
+        static = {"spec": self.spec, "mode": mode, "with_logprobs": with_logprobs, "confirm": self.confirm}
+        self.slots, controls, emitted = steps.commit(self._shared[0], *state, *given, **static)
         if controls is not None:
             self._controls = controls
         return emitted

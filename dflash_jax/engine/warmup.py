@@ -109,7 +109,7 @@ def compile_steps(
             for length in shapes.lengths:
                 static = {"spec": spec, "length": length}
                 jobs.append(partial(_compile, steps.verify, *state, table, block(rows, length), **static))
-                jobs.append(partial(_compile, steps.greedy_round, *state, table, **static, commit=steps.commit))
+                jobs.append(partial(_compile, steps.greedy_round, *state, table, **static, confirm=steps.accepted))
         for rows, tokens in shapes.prefills():
             plane, column = _zeros(rows, tokens), _zeros(rows)
             chunk = Chunk(plane, plane, column, column, column, Tables(_zeros(rows, 2 * pages + 2)))

@@ -146,7 +146,7 @@ def likeliest(logits: Float[Array, "B T V"], devices: Devices | None) -> tuple[I
 
 
 def likeliest_product(
-    hidden: Float[Array, "B T D"], head: Weight, devices: Devices | None
+    hidden: Float[Array, "B T D"], head: Weight, devices: Devices | None, length: Int[Array, ""] | None = None
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
     """The same of the logits that a head [V, D] gives, which need not be kept; of an fp8 head the logits are scaled.
 
@@ -154,25 +154,26 @@ def likeliest_product(
         hidden: after the last norm.
         head: split over the devices where its length divides.
         devices: as for `project_add_norm`.
+        length: of the B * T rows the first so many are wanted; what is found for the others is anything.
     """
     if devices is None or isinstance(head, Transposed):
         return likeliest(logits_of(hidden, head), devices)
     is_split, whole = devices.share(head.shape[0]), PartitionSpec()
     leaves, form = jax.tree.flatten(head)
 
-    def on_each(hidden, leaves, peers):
+    def on_each(hidden, leaves, length, peers):
         head = jax.tree.unflatten(form, leaves)
         if isinstance(head, Quantized):
-            found = largest_product(to_e4m3(hidden, 2)[0], head.values, head.scales)
+            found = largest_product(to_e4m3(hidden, 2)[0], head.values, head.scales, length)
         else:
-            found = largest_product(hidden, head)
+            found = largest_product(hidden, head, length=length)
         return _over_all(*found, head.shape[0], peers) if is_split else found
 
     if devices.mesh.size == 1:
-        return on_each(hidden, leaves, None)
-    in_specs = (whole, PartitionSpec("tp") if is_split else whole, PartitionSpec("tp"))
+        return on_each(hidden, leaves, length, None)
+    in_specs = (whole, PartitionSpec("tp") if is_split else whole, whole, PartitionSpec("tp"))
     function = jax.shard_map(on_each, mesh=devices.mesh, in_specs=in_specs, out_specs=whole, check_vma=False)
-    token, value = function(hidden, leaves, devices.peers)
+    token, value = function(hidden, leaves, length, devices.peers)
     return token, value
 
 

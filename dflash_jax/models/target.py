@@ -105,9 +105,14 @@ class TargetModel(nn.Module):
         """float32 logits."""
         return logits_of(hidden, self.head)
 
-    def likeliest(self, hidden: Float[Array, "B T D"]) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
-        """The token of the largest logit of each row, and that logit; the others are not kept."""
-        return likeliest_product(hidden, self.head, self.devices)
+    def likeliest(
+        self, hidden: Float[Array, "B T D"], length: Int[Array, ""] | None = None
+    ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+        """The token of the largest logit of each row, and that logit; the others are not kept.
+
+        Of the B * T rows the first `length` are wanted, or all.
+        """
+        return likeliest_product(hidden, self.head, self.devices, length)
 
     @property
     def head(self) -> Float[Array, "V D"]:

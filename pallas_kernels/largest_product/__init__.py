@@ -20,6 +20,7 @@ def largest_product(
     x: Float[Array, "*T D"],
     weight: Float[Array, "V D"],
     scales: Float[Array, " V"] | None = None,
+    length: Int[Array, ""] | None = None,
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
@@ -29,6 +30,8 @@ def largest_product(
       x: final hidden states; bf16, f16 or float8_e4m3fn (f32: reference only).
       weight: the head; like x.
       scales: float32, of the rows of an fp8 head; None is 1.
+      length: int32: so many of the tokens, the first in the array, are wanted; what is found for the others is
+        anything; None is all.
       implementation: ``"mosaic"``, where products never leave the chip, or ``"reference"``, which leaves them to XLA;
         None picks the faster.
 
@@ -43,7 +46,7 @@ def largest_product(
     _check(x, weight, scales)
     match implementation or _fastest(x, weight):
         case "mosaic":
-            return mosaic.largest_product(x, weight, scales)
+            return mosaic.largest_product(x, weight, scales, length)
         case "reference":
             return reference.largest_product(x, weight, scales)
         case other:

@@ -69,7 +69,8 @@ def plan_of(tile: Tile, x: Any, weight: Any) -> Plan:
 def largest_product(
     x: Float[Array, "*T D"],
     weight: Float[Array, "V D"],
-    scales: Float[Array, " V"] | None,
+    scales: Float[Array, " V"] | None = None,
+    length: Int[Array, ""] | None = None,
     *,
     tile: Tile | None = None,
 ) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
@@ -81,11 +82,13 @@ def largest_product(
         return jnp.zeros(x.shape[:-1], jnp.int32), jnp.zeros(x.shape[:-1], jnp.float32)
     plan = best_plan(x, weight) if tile is None else plan_of(tile, x, weight)
     rows = jnp.pad(x.reshape(tokens, -1), ((0, -tokens % ALIGNED), (0, 0)))
-    operands = _compat.vary_alike(rows, weight, *([] if scales is None else [scales]))
+    optional = {"scales": scales, "length": None if length is None else length.reshape(1)}
+    given = {name: array for name, array in optional.items() if array is not None}
+    operands = _compat.vary_alike(rows, weight, *given.values())
 
-    def largest_product_kernel(*refs: Any, **scratch: Any) -> None:
-        x, weight, *scales, value, index = refs
-        _largest(x, weight, scales[0] if scales else None, value, index, plan=plan, **scratch)
+    def largest_product_kernel(x: Any, weight: Any, *refs: Any, **scratch: Any) -> None:
+        *others, value, index = refs
+        _largest(x, weight, value, index, plan=plan, **dict(zip(given, others, strict=True)), **scratch)
 
     shape = (CONSUMERS, plan.tile.rows // CONSUMERS)
     scratch = products.ring(plan, x.dtype)
@@ -103,7 +106,9 @@ def largest_product(
     return index.reshape(x.shape[:-1]), value.reshape(x.shape[:-1])
 
 
-def _largest(x: Any, weight: Any, scales: Any, value: Any, index: Any, *, plan: Plan, **s: Any) -> None:
+def _largest(
+    x: Any, weight: Any, value: Any, index: Any, *, plan: Plan, scales: Any = None, length: Any = None, **s: Any
+) -> None:
     """One CTA; ``s`` is its scratch."""
     columns, (V, _) = plan.tile.columns, weight.shape
 
@@ -156,4 +161,4 @@ def _largest(x: Any, weight: Any, scales: Any, value: Any, index: Any, *, plan: 
         for name, out in (("value_s", value), ("index_s", index)):
             plgpu.copy_smem_to_gmem(s[name].at[me], out.at[piece, rows])
 
-    products.multiply(x, plan, fetch, finish, s, enter)
+    products.multiply(x, plan, fetch, finish, s, enter, None if length is None else length[0])

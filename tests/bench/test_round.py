@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from dflash_jax.bench import round as command
@@ -24,7 +23,6 @@ from dflash_jax.config import EngineArgs, EngineConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.model import Model
 from dflash_jax.engine.sharding import Mesh
-from dflash_jax.engine.state import Emitted, Slots
 from dflash_jax.errors import DFlashError
 from dflash_jax.models.tables import checkpoint_shape, checkpoint_table
 from dflash_jax.serve.args import parse_args
@@ -79,9 +77,7 @@ def test_baseline_stands_beside_its_cell(drafted):
 def test_trace_accounts_for_the_parts(drafted):
     for row in drafted["rows"][:2]:
         parts = row["trace"]["parts_ms"]
-        assert {"draft", "draft_context", "verify_gemm", "verify_attention", "head", "sampling", "forcing"} <= set(
-            parts
-        )
+        assert {"draft", "draft_context", "verify_gemm", "verify_attention", "head", "sampling"} <= set(parts)
         assert not {"prefill", "other"} & set(parts)
         assert sum(parts.values()) > 0.999 * row["trace"]["busy_ms"] > 0
         assert {kernel["calls"] % 0.5 for kernel in row["trace"]["kernels"]} == {0}  # of two whole rounds
@@ -181,16 +177,10 @@ def test_a_failed_step_is_told_as_such():
 
 
 def test_keep_exactly():
-    slots = Slots.of(anchor=jnp.array([5, 6, 7]), length=jnp.array([11, 20, 30]), emitted=jnp.array([2, 3, 4]))
-    tokens = jnp.array([[1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]])
-    emitted = Emitted.of(tokens, jnp.array([4, -1, 1]), None)
-    rows = jnp.array([2, 0, 3])  # the last is padding
-    after, forced = keep_exactly(slots, rows, emitted, count=3)
-    assert forced.count.tolist() == [3, -1, 3]
-    assert after.anchor.tolist() == [7, 6, 3]
-    assert (after.length[2], after.emitted[2]) == (29, 3)
-    assert (after.length[1], after.emitted[1]) == (20, 3)
-    np.testing.assert_array_equal(forced.tokens, tokens)
+    tokens, drafts = jnp.array([[1, 2, 3, 4], [5, 6, 7, 8]]), jnp.array([[1, 2, 3], [0, 0, 0]])
+    assert keep_exactly(tokens, drafts, count=2).tolist() == [2, 2]
+    assert keep_exactly(tokens, drafts[:, :1], count=2).tolist() == [1, 1]
+    assert keep_exactly(tokens, drafts[:, :0], count=2).tolist() == [0, 0]
 
 
 def num_parameters(config):
@@ -281,9 +271,10 @@ def test_no_preset_is_left_out():
         ("jit(greedy_round)/draft/TargetModel.embed/gather", "fusion", "draft"),
         ("jit(greedy_round)/verify/TargetModel.embed/gather", "fusion", "verify_other"),
         ("jit(greedy_round)/verify/DraftModel.write_context/dot_general", "nvjet", "draft_context"),
-        ("jit(greedy_round)/jit(commit_exactly)/keep_exactly/scatter", "fusion", "forcing"),
-        ("jit(commit_exactly)/keep_exactly/scatter", "fusion", "forcing"),
-        ("jit(commit_exactly)/jit(commit)/reduce", "reduce", "sampling"),
+        ("jit(greedy_round)/jit(commit)/keep_exactly/reduce", "fusion", "sampling"),
+        ("jit(greedy_round)/jit(commit)/reduce", "reduce", "sampling"),
+        ("jit(greedy_round)/jit(commit)/TargetModel.likeliest/x", "largest_product_kernel", "head"),
+        ("", "largest_product_kernel_mosaic_gpu_kernel", "head"),
         ("", "MemcpyD2H", "copies"),
         ("", "unknown", "other"),
     ],

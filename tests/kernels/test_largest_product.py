@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as Spec
 
 from dflash_jax.models.linear import logits_of
@@ -18,7 +17,7 @@ from dflash_jax.models.transposed import Transposed
 from pallas_kernels import _compat, largest_product
 from pallas_kernels.largest_product import mosaic
 from pallas_kernels.largest_product.mosaic import TILES
-from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering
+from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, mesh_of
 from tests.kernels.conftest import ON_GPU
 
 F16 = jnp.float16
@@ -46,10 +45,11 @@ def check(found, x, weight, scales):
     index, value = map(np.asarray, found)
     wanted = products(x, weight, scales)
     assert (index.dtype, value.dtype) == (np.int32, np.float32)
-    size = np.abs(wanted).max()
-    np.testing.assert_allclose(value, np.take_along_axis(wanted, index[..., None], -1)[..., 0], atol=2e-4 * size)
-    np.testing.assert_allclose(value, wanted.max(axis=-1), atol=2e-4 * size)
-    assert (index == wanted.argmax(axis=-1)).mean() > 0.95
+    # Hopper adds up products of fp8 with 14 bits (arXiv 2412.19437, section 3.3.2), whoever asks for them.
+    off = (2e-3 if ON_GPU and x.dtype == E4M3 else 2e-4) * np.abs(wanted).max()
+    np.testing.assert_allclose(value, np.take_along_axis(wanted, index[..., None], -1)[..., 0], atol=off)
+    np.testing.assert_allclose(value, wanted.max(axis=-1), atol=off)
+    assert (index == wanted.argmax(axis=-1)).mean() > (0.9 if ON_GPU and x.dtype == E4M3 else 0.95)
 
 
 @pytest.mark.parametrize("implementation", BOTH)
@@ -67,6 +67,19 @@ def test_every_tile_of_the_kernel(tile, dtype):
     """So many that each CTA has several, of several blocks of tokens, the last ones not full."""
     arguments = operands((300,), 70_008, 1024, dtype)
     check(mosaic.largest_product(*arguments, tile=tile), *arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [0, 1, 256, 257, 700])
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=lambda d: jnp.dtype(d).name)
+def test_only_the_first_tokens_are_looked_for(dtype, length):
+    x, weight, scales = operands((4, 175), 70_008, 1024, dtype)
+    index, value = jax.jit(mosaic.largest_product)(x, weight, scales, jnp.int32(length))
+    first = [array.reshape(-1)[:length] for array in (index, value)]
+    if length:
+        check(first, x.reshape(700, -1)[:length], weight, scales)
+    else:
+        assert (index.shape, value.shape) == (x.shape[:2], x.shape[:2])
 
 
 @pytest.mark.parametrize("implementation", BOTH)
@@ -106,7 +119,9 @@ def shapes(tokens, rows, width, dtype):
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.rows}x{tile.columns}")
 def test_lowers(tile, dtype):
     f = functools.partial(mosaic.largest_product, tile=tile)
-    assert "mosaic_gpu" in cuda_lowering(f, *shapes((64, 15), 151_936, 4096, dtype))
+    given = shapes((64, 15), 151_936, 4096, dtype)
+    assert "mosaic_gpu" in cuda_lowering(f, *given)
+    assert "mosaic_gpu" in cuda_lowering(f, *given, jax.ShapeDtypeStruct((), jnp.int32))
     assert tile.stages < mosaic.LEAST_STEPS
 
 
@@ -160,12 +175,6 @@ def test_mosaic_refuses_in_a_sentence(rows, width, dtype, message):
 def test_wrong_arguments_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         largest_product(**({"x": jnp.zeros((4, 64)), "weight": jnp.zeros((8, 64))} | change))
-
-
-def mesh_of(devices):
-    if len(jax.devices()) < devices:
-        pytest.skip(f"needs {devices} devices (XLA_FLAGS=--xla_force_host_platform_device_count={devices})")
-    return jax.make_mesh((devices,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
 
 
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=lambda d: jnp.dtype(d).name)
