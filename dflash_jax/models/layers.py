@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.config import DecoderConfig, LayerMask, RopeConfig
 from dflash_jax.models.linear import project
 from dflash_jax.models.parallel import Devices, project_add_norm, project_swiglu
+from dflash_jax.models.quantized import Quantized
 from dflash_jax.models.tables import attention_table, declare, mlp_table, norms_table
 from pallas_kernels.rotary import Rotary, rms_norm
 
@@ -140,7 +141,7 @@ class MLP(nn.Module):
     def setup(self) -> None:
         self.weights = declare(self, mlp_table(self.config), self.config)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"] | Quantized:
         weight, bias = self.weights["gate_up_proj"], self.weights.get("gate_up_proj_bias")
         return project_swiglu(x, weight, bias, self.devices)
 
@@ -208,7 +209,12 @@ class DecoderLayer(nn.Module):
         return self._add_norm(x, self.mlp(h), self.mlp.weights, "down_proj", next_norm)
 
     def _add_norm(
-        self, x: Float[Array, "B T D"], inputs: Array, weights: Mapping[str, Any], name: str, norm: Float[Array, " D"]
+        self,
+        x: Float[Array, "B T D"],
+        inputs: Array | Quantized,
+        weights: Mapping[str, Any],
+        name: str,
+        norm: Float[Array, " D"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         """X plus the projection of that name, and the same normed."""
         weight, bias = weights[name], weights.get(f"{name}_bias")

@@ -14,8 +14,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.models.linear import Weight, logits_of, project
-from dflash_jax.models.quantized import Quantized, to_e4m3
+from dflash_jax.models.linear import Weight, logits_of, project, project_quantized
+from dflash_jax.models.quantized import Quantized
 from dflash_jax.models.transposed import Transposed
 from pallas_kernels import (
     Peers,
@@ -25,6 +25,7 @@ from pallas_kernels import (
     gated,
     largest,
     largest_product,
+    quantize_rows,
     swiglu,
 )
 
@@ -45,7 +46,7 @@ class Devices:
 
 def project_add_norm(
     x: Float[Array, "B T D"],
-    inputs: Float[Array, "B T *I"],
+    inputs: Float[Array, "B T *I"] | Quantized,
     weight: Weight,
     bias: Float[Array, " D"] | None,
     norm: Float[Array, " D"],
@@ -63,6 +64,9 @@ def project_add_norm(
         eps: of the norm.
         devices: run kernels, which serve and know no gradients; None gives what can be trained, and split by XLA.
     """
+    if isinstance(inputs, Quantized):
+        assert isinstance(weight, Quantized)
+        return add_norm(x, project_quantized(inputs, weight, bias, x.dtype), norm, eps)
     if devices is None:
         return add_norm(x, project(inputs, weight, bias), norm, eps, implementation="reference")
     if devices.mesh.size == 1:
@@ -91,8 +95,8 @@ def project_add_norm(
 
 def project_swiglu(
     x: Float[Array, "B T D"], weight: Weight, bias: Float[Array, "E 2 I"] | None, devices: Devices | None
-) -> Float[Array, "B T F"]:
-    """The hidden units of an MLP, split over the devices where their parts are.
+) -> Float[Array, "B T F"] | Quantized:
+    """The hidden units of an MLP, split over the devices where their parts are; of one device's quantised MLP so, too.
 
     Args:
         x: what goes into it, normed.
@@ -100,6 +104,8 @@ def project_swiglu(
         bias: of both.
         devices: as for `project_add_norm`.
     """
+    if devices is not None and isinstance(weight, Quantized) and weight.is_whole and bias is None:
+        return weight.gated_product(x)
     if devices is None or bias is not None or isinstance(weight, Quantized | Transposed):
         return gated(project(x, weight, bias))
     if devices.mesh.size == 1:
@@ -164,7 +170,7 @@ def likeliest_product(
     def on_each(hidden, leaves, length, peers):
         head = jax.tree.unflatten(form, leaves)
         if isinstance(head, Quantized):
-            found = largest_product(to_e4m3(hidden, 2)[0], head.values, head.scales, length)
+            found = largest_product(quantize_rows(hidden)[0], head.values, head.scales, length)
         else:
             found = largest_product(hidden, head, length=length)
         return _over_all(*found, head.shape[0], peers) if is_split else found

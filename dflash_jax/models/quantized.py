@@ -8,7 +8,7 @@ says less exactly costs acceptance, and never changes an output.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,14 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Sharding
-from jaxtyping import Array, Float, Float8e4m3fn
+from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn
 
 from dflash_jax.config import DraftConfig
 from dflash_jax.models.tables import PROJECTIONS, Parameter, build, checkpoint_table, output_axes, parameters_of
+from pallas_kernels import quantize_gated, quantize_rows
 
 QUANTIZED = (*PROJECTIONS, "lm_head")
-LARGEST = float(jnp.finfo(jnp.float8_e4m3fn).max)  # 448
-SMALLEST = 1e-30  # a row's largest number counts as no less, so that a row of zeros has a scale too
 
 Place = Callable[[tuple[str, ...], tuple[int, ...]], Sharding]
 
@@ -33,34 +32,48 @@ Place = Callable[[tuple[str, ...], tuple[int, ...]], Sharding]
 class Quantized:
     """A weight whose real values are `values * scales`; stands where the array stood, and has its shape.
 
+    Activations, too, where they come quantised: their rows are tokens.
+
     Attributes:
         values: all axes of the weight, those of its output rows first.
         scales: one for each output row.
+        is_whole: on one device, where kernels need no `shard_map` around them.
     """
 
     values: Float8e4m3fn[Array, "*rows_and_inputs"]
     scales: Float[Array, "*rows"]
+    is_whole: bool = field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the weight."""
         return self.values.shape
 
-    def product(self, x: Float[Array, "M I"]) -> Float[Array, "M O"]:
-        """X @ weight.T in float32, for all O output rows of I numbers each."""
-        rows, of_row = to_e4m3(x, 1)
-        matrix = self.values.reshape(-1, x.shape[1])
-        out = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        return out * of_row[:, None] * self.scales.reshape(-1)
+    def product(self, x: Float[Array, "M I"] | Quantized, dtype: DTypeLike = jnp.float32) -> Float[Array, "M O"]:
+        """X @ weight.T in that dtype, for all O output rows of I numbers each."""
+        rows = x if isinstance(x, Quantized) else self._quantized(x)
+        return (self._raw_product(rows, dtype) * rows.scales[:, None] * self.scales.reshape(-1)).astype(dtype)
+
+    def gated_product(self, x: Float[Array, "B T D"]) -> Quantized:
+        """Hidden units of an MLP, silu(gate) * up, [B, T, F], for a weight [E, 2, I, D] of both, on one device."""
+        rows = self._quantized(x.reshape(-1, x.shape[-1]))
+        products = self._raw_product(rows, x.dtype).reshape(*x.shape[:-1], *self.scales.shape)
+        return Quantized(*quantize_gated(products, rows.scales.reshape(x.shape[:-1]), self.scales))
+
+    def _quantized(self, x: Float[Array, "M I"]) -> Quantized:
+        return Quantized(*quantize_rows(x, implementation=None if self.is_whole else "reference"))
+
+    def _raw_product(self, rows: Quantized, dtype: DTypeLike) -> Float[Array, "M O"]:
+        """Of the numbers in e4m3. In float16 they would be infinite."""
+        matrix = self.values.reshape(-1, rows.values.shape[1])
+        kept = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+        return lax.dot_general(rows.values, matrix, (((1,), (1,)), ((), ())), preferred_element_type=kept)
 
 
 def to_e4m3(x: Float[Array, "..."], rows: int) -> tuple[Float8e4m3fn[Array, "..."], Float[Array, "..."]]:
     """Numbers in e4m3 and their float32 scales, one for each row of the first `rows` axes: x = numbers * scales."""
-    wide = x.astype(jnp.float32)
-    largest = jnp.abs(wide).max(axis=tuple(range(rows, x.ndim)), keepdims=True)
-    scales = jnp.maximum(largest, SMALLEST) / LARGEST
-    numbers = jnp.clip(wide / scales, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
-    return numbers, scales.reshape(x.shape[:rows])
+    numbers, scales = quantize_rows(x.reshape(*x.shape[:rows], -1), implementation="reference")
+    return numbers.reshape(x.shape), scales
 
 
 def quantize_draft(
@@ -89,7 +102,8 @@ def _quantized(weight: Array, axes: tuple[str, ...], place: Place) -> Quantized:
     """A weight in fp8, split over the devices as it was."""
     rows = output_axes(axes)
     placed = place(axes, weight.shape), place(axes[:rows], weight.shape[:rows])
-    return Quantized(*_quantize(weight, rows=rows, placed=placed))
+    values, scales = _quantize(weight, rows=rows, placed=placed)
+    return Quantized(values, scales, is_whole=placed[0].num_devices == 1)
 
 
 @partial(jax.jit, static_argnames=("rows", "placed"))

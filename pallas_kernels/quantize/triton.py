@@ -1,0 +1,114 @@
+"""Activations in fp8 on Pallas' Triton backend: one program a token, which holds the whole row in registers."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float
+
+from pallas_kernels import _compat
+from pallas_kernels.quantize.reference import E4M3, LARGEST, SMALLEST
+
+_WIDEST = 1 << 16  # elements of a row: 128 registers of each of 512 threads
+
+
+def refusal(width: int) -> str | None:
+    """Why the Triton kernels cannot quantise rows of this width, or None."""
+    if width > _WIDEST:
+        return f"The Triton kernel holds a row in registers, so its width must be at most {_WIDEST}; this is {width}."
+    return None
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def quantize_rows(x: Float[Array, "*T D"], *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """See ``pallas_kernels.quantize_rows``."""
+    D = x.shape[-1]
+    rows = x.reshape(-1, D)
+    found = _call(_quantize_rows, "quantize_rows", (len(rows), D), [rows], interpret)
+    return found[0].reshape(x.shape), found[1].reshape(x.shape[:-1])
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def quantize_gated(
+    products: Float[Array, "*T E 2 I"],
+    of_tokens: Float[Array, "*T"],
+    of_units: Float[Array, "E 2 I"],
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See ``pallas_kernels.quantize_gated``."""
+    E, _, I = of_units.shape  # noqa: E741
+    tokens = math.prod(of_tokens.shape)
+    operands = [products.reshape(tokens, 2 * E * I), of_tokens.reshape(tokens), of_units.reshape(2 * E * I)]
+    kernel = functools.partial(_quantize_gated, units=I)
+    found = _call(kernel, "quantize_gated", (tokens, E * I), operands, interpret)
+    return found[0].reshape(*of_tokens.shape, E * I), found[1].reshape(of_tokens.shape)
+
+
+def _call(
+    kernel: Callable[..., None], name: str, shape: tuple[int, int], operands: list[jax.Array], interpret: bool
+) -> list[jax.Array]:
+    """Numbers of that shape, and the scales of its rows."""
+    tokens, width = shape
+    if reason := refusal(width):
+        raise NotImplementedError(reason)
+    if 0 in shape:
+        return [jnp.zeros(shape, E4M3), jnp.full(tokens, SMALLEST / LARGEST, jnp.float32)]
+    operands = list(_compat.vary_alike(*operands))
+    found: list[jax.Array] = _compat.triton_call(
+        kernel,
+        grid=(tokens,),
+        out_shape=[
+            _compat.out_like(shape, E4M3, operands[0]),
+            _compat.out_like((tokens,), jnp.float32, operands[0]),
+        ],
+        num_warps=min(max(pl.next_power_of_2(width) // 512, 1), 16),
+        num_stages=1,
+        interpret=interpret,
+        name=name,
+    )(*operands)
+    return found
+
+
+def _quantize_rows(x: Any, numbers: Any, scales: Any) -> None:
+    """One program: one row, as wide as the next power of two; what stands beyond the row's end counts as zero."""
+    row, column, real = _place(numbers)
+    _store(_load(x.at[row, column], real), row, column, real, numbers, scales)
+
+
+def _quantize_gated(products: Any, of_tokens: Any, of_units: Any, numbers: Any, scales: Any, *, units: int) -> None:
+    """The same of hidden units: of each part the gates stand before its other projections."""
+    row, column, real = _place(numbers)
+    gate = column if units == numbers.shape[1] else column // units * 2 * units + column % units
+    of_token = of_tokens[pl.program_id(0)]
+
+    def load(place: jax.Array) -> jax.Array:
+        return _load(products.at[row, place], real) * of_token * _load(of_units.at[place], real)
+
+    given = load(gate)
+    hidden = given / (1 + jnp.exp(-given)) * load(gate + units)
+    _store(hidden, row, column, real, numbers, scales)
+
+
+def _place(numbers: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Row and column of each element, and which of them there are."""
+    width = numbers.shape[1]
+    column = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
+    return jnp.full_like(column, pl.program_id(0)), column, None if len(column) == width else column < width
+
+
+def _load(ref: Any, real: jax.Array | None) -> jax.Array:
+    return pltriton.load(ref, mask=real, other=None if real is None else 0.0).astype(jnp.float32)
+
+
+def _store(wide: jax.Array, row: Any, column: Any, real: Any, numbers: Any, scales: Any) -> None:
+    scale = jnp.maximum(jnp.max(jnp.abs(wide)), SMALLEST) / LARGEST
+    scales[pl.program_id(0)] = scale
+    pltriton.store(numbers.at[row, column], jnp.clip(wide / scale, -LARGEST, LARGEST).astype(E4M3), mask=real)
