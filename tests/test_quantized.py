@@ -134,6 +134,9 @@ def test_projections_and_the_head_are_quantised_and_nothing_else(tmp_path, tied,
     head = after.pop("['lm_head']")
     original = before.pop("['lm_head']", target["embed_tokens" if tied else "lm_head"])
     np.testing.assert_array_equal(head.values, quantized(original, 1).values)
+    for name in [name for name in before if "['q_proj" in name]:  # joined; the context's, without queries, stay too
+        parts = before.pop(name), before[name.replace("q_proj", "kv_proj")]
+        before[name.replace("q_proj", "qkv_proj")] = np.concatenate(parts, axis=1)
     assert before.keys() == after.keys()
     for name, leaf in after.items():
         if name.endswith(tuple(f"['{projection}']" for projection in QUANTIZED)):
@@ -198,6 +201,7 @@ def test_four_devices_hold_what_one_holds(tmp_path, kv_heads):
         (draft["lm_head"], True, True),
         (draft["fc"], False, False),
         (layer["self_attn"]["kv_proj"], kv_heads == 4, kv_heads == 4),
+        (layer["self_attn"]["qkv_proj"], kv_heads == 4, kv_heads == 4),
         (layer["self_attn"]["o_proj"], True, False),
         (layer["mlp"]["gate_up_proj"], True, True),
         (layer["mlp"]["down_proj"], True, False),

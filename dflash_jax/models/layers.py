@@ -112,7 +112,10 @@ class Attention(nn.Module):
     config: DecoderConfig
 
     def setup(self) -> None:
-        self.weights = declare(self, attention_table(self.config), self.config)
+        if self.has_variable("params", "qkv_proj"):  # where a drafter's are joined, they are not those of its table
+            self.weights = dict(self.variables["params"])
+        else:
+            self.weights = declare(self, attention_table(self.config), self.config)
 
     def _project(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T K J H"]:
         return project(x, self.weights[name], self.weights.get(f"{name}_bias"))

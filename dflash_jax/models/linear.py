@@ -6,7 +6,7 @@ import math
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, Float
 
 from dflash_jax.models.quantized import Quantized
 from dflash_jax.models.transposed import Transposed
@@ -31,14 +31,6 @@ def project(x: Float[Array, "B T *I"], weight: Weight, bias: Array | None = None
         matrix = weight.reshape(-1, rows.shape[1])
         out = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), precision=precision)
     out = out.reshape(*x.shape[:2], *outer)
-    return out if bias is None else out + bias
-
-
-def project_quantized(x: Quantized, weight: Quantized, bias: Array | None, dtype: DTypeLike) -> Float[Array, "B T O"]:
-    """The same of tokens [B, T, I] that come quantised, giving that dtype."""
-    B, T, I = x.shape  # noqa: E741
-    rows = Quantized(x.values.reshape(-1, I), x.scales.reshape(-1))
-    out = weight.product(rows, dtype).reshape(B, T, -1)
     return out if bias is None else out + bias
 
 

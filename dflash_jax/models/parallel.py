@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.models.linear import Weight, logits_of, project, project_quantized
+from dflash_jax.models.linear import Weight, logits_of, project
 from dflash_jax.models.quantized import Quantized
 from dflash_jax.models.transposed import Transposed
 from pallas_kernels import (
@@ -64,9 +64,11 @@ def project_add_norm(
         eps: of the norm.
         devices: run kernels, which serve and know no gradients; None gives what can be trained, and split by XLA.
     """
-    if isinstance(inputs, Quantized):
-        assert isinstance(weight, Quantized)
-        return add_norm(x, project_quantized(inputs, weight, bias, x.dtype), norm, eps)
+    if devices is not None and isinstance(weight, Quantized) and weight.is_whole and bias is None:
+        tokens = inputs if isinstance(inputs, Quantized) else inputs.reshape(*x.shape[:2], -1)
+        y, of_token, of_output = weight.raw_product(tokens, x.dtype)
+        return add_norm(x, y, norm, eps, (of_token, of_output))
+    assert not isinstance(inputs, Quantized)
     if devices is None:
         return add_norm(x, project(inputs, weight, bias), norm, eps, implementation="reference")
     if devices.mesh.size == 1:

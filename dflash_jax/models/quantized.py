@@ -49,25 +49,31 @@ class Quantized:
         """Of the weight."""
         return self.values.shape
 
-    def product(self, x: Float[Array, "M I"] | Quantized, dtype: DTypeLike = jnp.float32) -> Float[Array, "M O"]:
+    def product(self, x: Float[Array, "*T I"], dtype: DTypeLike = jnp.float32) -> Float[Array, "*T O"]:
         """X @ weight.T in that dtype, for all O output rows of I numbers each."""
-        rows = x if isinstance(x, Quantized) else self._quantized(x)
-        return (self._raw_product(rows, dtype) * rows.scales[:, None] * self.scales.reshape(-1)).astype(dtype)
+        raw, of_token, of_output = self.raw_product(x, dtype)
+        return (raw * of_token[..., None] * of_output).astype(dtype)
 
-    def gated_product(self, x: Float[Array, "B T D"]) -> Quantized:
-        """Hidden units of an MLP, silu(gate) * up, [B, T, F], for a weight [E, 2, I, D] of both, on one device."""
-        rows = self._quantized(x.reshape(-1, x.shape[-1]))
-        products = self._raw_product(rows, x.dtype).reshape(*x.shape[:-1], *self.scales.shape)
-        return Quantized(*quantize_gated(products, rows.scales.reshape(x.shape[:-1]), self.scales))
+    def raw_product(
+        self, x: Float[Array, "*T I"] | Quantized, dtype: DTypeLike
+    ) -> tuple[Float[Array, "*T O"], Float[Array, "*T"], Float[Array, " O"]]:
+        """The same in parts: a product, scales of its tokens, and of its outputs.
 
-    def _quantized(self, x: Float[Array, "M I"]) -> Quantized:
-        return Quantized(*quantize_rows(x, implementation=None if self.is_whole else "reference"))
-
-    def _raw_product(self, rows: Quantized, dtype: DTypeLike) -> Float[Array, "M O"]:
-        """Of the numbers in e4m3. In float16 they would be infinite."""
-        matrix = self.values.reshape(-1, rows.values.shape[1])
+        The product of e4m3 numbers is in bfloat16 for that dtype, else in float32: in float16 it would be infinite.
+        """
+        if not isinstance(x, Quantized):
+            x = Quantized(*quantize_rows(x, implementation=None if self.is_whole else "reference"))
+        *tokens, width = x.shape
+        rows, matrix = x.values.reshape(-1, width), self.values.reshape(-1, width)
         kept = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-        return lax.dot_general(rows.values, matrix, (((1,), (1,)), ((), ())), preferred_element_type=kept)
+        raw = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), preferred_element_type=kept)
+        return raw.reshape(*tokens, -1), x.scales, self.scales.reshape(-1)
+
+    def gated_product(self, x: Float[Array, "*T D"]) -> Quantized:
+        """Hidden units of an MLP, silu(gate) * up, for a weight [E, 2, I, D] of both, on one device."""
+        raw, of_token, _ = self.raw_product(x, x.dtype)
+        products = raw.reshape(*x.shape[:-1], *self.scales.shape)
+        return Quantized(*quantize_gated(products, of_token, self.scales))
 
 
 def to_e4m3(x: Float[Array, "..."], rows: int) -> tuple[Float8e4m3fn[Array, "..."], Float[Array, "..."]]:
@@ -95,7 +101,18 @@ def quantize_draft(
     found = build(parameters_of(checkpoint_table(config), config), quantized)
     if "lm_head" not in found:
         found["lm_head"] = _quantized(target.get("lm_head", target["embed_tokens"]), ("V", "D"), place)
+    for name, layer in found.items():
+        if name.startswith("layers_"):
+            _join_queries(layer["self_attn"])
     return found
+
+
+def _join_queries(attention: dict[str, Any]) -> None:
+    """One array for all projections of a block; those of its context, without queries, stay beside it."""
+    for ending in ("", "_bias"):
+        if f"q_proj{ending}" in attention:
+            parts = attention.pop(f"q_proj{ending}"), attention[f"kv_proj{ending}"]
+            attention[f"qkv_proj{ending}"] = jax.tree.map(lambda q, kv: jnp.concatenate([q, kv], axis=1), *parts)
 
 
 def _quantized(weight: Array, axes: tuple[str, ...], place: Place) -> Quantized:

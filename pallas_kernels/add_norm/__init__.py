@@ -12,6 +12,7 @@ from pallas_kernels import _compat
 from pallas_kernels.add_norm import reference, triton
 
 Implementation = Literal["triton", "reference"]
+Scales = tuple[Float[Array, "*T"], Float[Array, " D"]]
 
 
 def add_norm(
@@ -19,6 +20,7 @@ def add_norm(
     y: Float[Array, "*T D"],
     weight: Float[Array, " D"],
     eps: float,
+    y_scales: Scales | None = None,
     *,
     implementation: Implementation | None = None,
     interpret: bool = False,
@@ -30,6 +32,7 @@ def add_norm(
       y: what a block adds to it.
       weight: of the norm.
       eps: of the norm, added to the mean of the squares.
+      y_scales: float32, by which y is multiplied first, of tokens and of columns: y is a product of fp8 numbers.
       implementation: ``"triton"`` or ``"reference"``; None picks Triton on NVIDIA GPUs from sm_89. Only the reference
         can be differentiated, and split by XLA over several devices; the kernel wants a ``shard_map`` around it there.
       interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
@@ -41,12 +44,12 @@ def add_norm(
       ValueError: shapes or dtypes that do not belong together; the message prints them.
       NotImplementedError: what the chosen implementation cannot do, in a sentence.
     """
-    check(x, y, weight)
+    check(x, y, weight, y_scales)
     match implementation or _fastest(x, interpret):
         case "triton":
-            return triton.add_norm(x, y, weight, eps, interpret=interpret)
+            return triton.add_norm(x, y, weight, eps, y_scales, interpret=interpret)
         case "reference":
-            return reference.add_norm(x, y, weight, eps)
+            return reference.add_norm(x, y, weight, eps, y_scales)
         case other:
             raise ValueError(f"implementation must be 'triton', 'reference' or None; got {other!r}")
 
@@ -59,12 +62,14 @@ def _fastest(x: jax.Array, interpret: bool) -> Implementation:
     return "triton" if able else "reference"
 
 
-def check(x: Any, y: Any, weight: Any) -> None:
+def check(x: Any, y: Any, weight: Any, y_scales: Any = None) -> None:
     """Raise ValueError for shapes or dtypes that do not belong together."""
     if x.ndim < 1 or y.shape != x.shape or weight.shape != x.shape[-1:]:
         raise ValueError(
             "x and y must be alike, [*T, D], and weight [D]; "
             f"got {list(x.shape)}, {list(y.shape)} and {list(weight.shape)}"
         )
+    if y_scales is not None and [s.shape for s in y_scales] != [x.shape[:-1], x.shape[-1:]]:
+        raise ValueError(f"y_scales must be [*T] and [D]; got {' and '.join(str(list(s.shape)) for s in y_scales)}")
     if not all(jnp.issubdtype(a.dtype, jnp.floating) for a in (x, y, weight)):
         raise ValueError(f"x, y and weight must be floating; got {x.dtype}, {y.dtype} and {weight.dtype}")

@@ -35,6 +35,7 @@ def add_norm(
     y: Float[Array, "*T D"],
     weight: Float[Array, " D"],
     eps: float,
+    y_scales: tuple[Float[Array, "*T"], Float[Array, " D"]] | None = None,
     *,
     interpret: bool = False,
     num_warps: int | None = None,
@@ -47,7 +48,8 @@ def add_norm(
     if x.size == 0:
         return x.astype(total), x.astype(normed)
     D = x.shape[-1]
-    operands = _compat.vary_alike(x.reshape(-1, D), y.reshape(-1, D), weight)
+    scales = () if y_scales is None else (y_scales[0].reshape(-1), y_scales[1])
+    operands = _compat.vary_alike(x.reshape(-1, D), y.reshape(-1, D), weight, *scales)
     rows = operands[0]
     outputs = _compat.triton_call(
         functools.partial(_add_norm, eps=eps),
@@ -61,8 +63,9 @@ def add_norm(
     return outputs[0].reshape(x.shape), outputs[1].reshape(x.shape)
 
 
-def _add_norm(x: Any, y: Any, weight: Any, total: Any, normed: Any, *, eps: float) -> None:
+def _add_norm(x: Any, y: Any, weight: Any, *others: Any, eps: float) -> None:
     """One program: one row, as wide as the next power of two; what stands beyond the row's end counts as zero."""
+    *y_scales, total, normed = others
     row, D = pl.program_id(0), x.shape[1]
     column = jnp.arange(pl.next_power_of_2(D), dtype=jnp.int32)
     token = jnp.full_like(column, row)
@@ -73,7 +76,11 @@ def _add_norm(x: Any, y: Any, weight: Any, total: Any, normed: Any, *, eps: floa
         return pltriton.load(ref, mask=real, other=other).astype(jnp.float32)
 
     scale = load(weight.at[column])
-    rounded = (load(x.at[token, column]) + load(y.at[token, column])).astype(total.dtype)
+    added = load(y.at[token, column])
+    if y_scales:
+        of_tokens, of_columns = y_scales
+        added = (added * of_tokens[row] * load(of_columns.at[column])).astype(y.dtype).astype(jnp.float32)
+    rounded = (load(x.at[token, column]) + added).astype(total.dtype)
     pltriton.store(total.at[token, column], rounded, mask=real)
     wide = rounded.astype(jnp.float32)
     unit = (wide * jax.lax.rsqrt(jnp.sum(wide * wide) / D + eps)).astype(total.dtype)

@@ -79,36 +79,47 @@ def _call(
 
 def _quantize_rows(x: Any, numbers: Any, scales: Any) -> None:
     """One program: one row, as wide as the next power of two; what stands beyond the row's end counts as zero."""
-    row, column, real = _place(numbers)
-    _store(_load(x.at[row, column], real), row, column, real, numbers, scales)
+    column, real = _columns(x.shape[1])
+    _store([(_load(x, column, real), column)], real, numbers, scales)
 
 
 def _quantize_gated(products: Any, of_tokens: Any, of_units: Any, numbers: Any, scales: Any, *, units: int) -> None:
-    """The same of hidden units: of each part the gates stand before its other projections."""
-    row, column, real = _place(numbers)
-    gate = column if units == numbers.shape[1] else column // units * 2 * units + column % units
+    """The same of hidden units: of each part the gates stand before its other projections.
+
+    One part after the other, so that the compiler sees that neighbours stand side by side.
+    """
+    column, real = _columns(units)
     of_token = of_tokens[pl.program_id(0)]
 
     def load(place: jax.Array) -> jax.Array:
-        return _load(products.at[row, place], real) * of_token * _load(of_units.at[place], real)
+        factor = pltriton.load(of_units.at[place], mask=real, other=None if real is None else 0.0)
+        return _load(products, place, real) * (of_token * factor)
 
-    given = load(gate)
-    hidden = given / (1 + jnp.exp(-given)) * load(gate + units)
-    _store(hidden, row, column, real, numbers, scales)
+    parts = []
+    for start in range(0, numbers.shape[1], units):
+        gate = load(2 * start + column)
+        hidden = gate / (1 + jnp.exp(-gate)) * load(2 * start + units + column)
+        parts.append((hidden, start + column))
+    _store(parts, real, numbers, scales)
 
 
-def _place(numbers: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Row and column of each element, and which of them there are."""
-    width = numbers.shape[1]
+def _columns(width: int) -> tuple[jax.Array, jax.Array | None]:
+    """Of a row as wide as the next power of two, and which of them there are."""
     column = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
-    return jnp.full_like(column, pl.program_id(0)), column, None if len(column) == width else column < width
+    return column, None if len(column) == width else column < width
 
 
-def _load(ref: Any, real: jax.Array | None) -> jax.Array:
-    return pltriton.load(ref, mask=real, other=None if real is None else 0.0).astype(jnp.float32)
+def _load(ref: Any, column: jax.Array, real: jax.Array | None) -> jax.Array:
+    """Of this program's row; zeros where there is nothing."""
+    place = ref.at[jnp.full_like(column, pl.program_id(0)), column]
+    return pltriton.load(place, mask=real, other=None if real is None else 0.0).astype(jnp.float32)
 
 
-def _store(wide: jax.Array, row: Any, column: Any, real: Any, numbers: Any, scales: Any) -> None:
-    scale = jnp.maximum(jnp.max(jnp.abs(wide)), SMALLEST) / LARGEST
+def _store(parts: list[tuple[jax.Array, jax.Array]], real: jax.Array | None, numbers: Any, scales: Any) -> None:
+    """A row that comes in parts, each with its columns."""
+    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(wide)) for wide, _ in parts])
+    scale = jnp.maximum(largest, SMALLEST) / LARGEST
     scales[pl.program_id(0)] = scale
-    pltriton.store(numbers.at[row, column], jnp.clip(wide / scale, -LARGEST, LARGEST).astype(E4M3), mask=real)
+    for wide, column in parts:
+        place = numbers.at[jnp.full_like(column, pl.program_id(0)), column]
+        pltriton.store(place, jnp.clip(wide / scale, -LARGEST, LARGEST).astype(E4M3), mask=real)

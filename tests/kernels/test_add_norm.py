@@ -34,7 +34,7 @@ def run(request):
     """One implementation, jitted, XLA held to the roundings as written."""
     interpret = request.param == "triton" and not ON_GPU
     f = functools.partial(add_norm, eps=EPS, implementation=request.param, interpret=interpret)
-    return lambda *arguments: jax.jit(f, compiler_options=AS_WRITTEN)(*arguments)
+    return lambda *arguments, **more: jax.jit(f, compiler_options=AS_WRITTEN)(*arguments, **more)
 
 
 def operands(shape, *dtypes, seed=0):
@@ -76,6 +76,14 @@ def test_sum_and_norm(run, shape, dtype):
 def test_mixed_dtypes_promote_as_jnp_does(run, dtypes):
     arguments = operands((5, 96), *dtypes)
     assert_same(run(*arguments), expected(*arguments))
+
+
+def test_what_is_added_may_come_with_scales(run):
+    x, y, weight = operands((2, 3, 96), BF16, BF16, BF16)
+    rng = np.random.default_rng(1)
+    of_tokens, of_columns = (rng.uniform(0.5, 2, shape).astype(np.float32) for shape in ((2, 3), (96,)))
+    scaled = (y.astype(np.float32) * of_tokens[..., None] * of_columns).astype(y.dtype)
+    assert_same(run(x, y, weight, y_scales=(of_tokens, of_columns)), expected(x, scaled, weight))
 
 
 def test_a_broken_row_breaks_no_other(run):
@@ -122,6 +130,7 @@ def test_no_tokens(run):
         ({"y": np.zeros((1, 64), np.float32)}, r"x and y must be alike, .*; got \[2, 64\], \[1, 64\] and \[64\]"),
         ({"weight": np.zeros(1, np.float32)}, r"and weight \[D\]; got \[2, 64\], \[2, 64\] and \[1\]"),
         ({"y": np.zeros((2, 64), np.int32)}, "must be floating; got float32, int32 and float32"),
+        ({"y_scales": (np.ones(3), np.ones(64))}, r"y_scales must be \[\*T\] and \[D\]; got \[3\] and \[64\]"),
         ({"implementation": "mosaic"}, "implementation must be 'triton', 'reference' or None; got 'mosaic'"),
     ],
 )
@@ -148,6 +157,9 @@ def test_triton_refuses_in_a_sentence(monkeypatch):
 def test_lowers(shape, dtype):
     f = functools.partial(add_norm, eps=EPS, implementation="triton")
     assert "xla.gpu.triton" in cuda_lowering(f, *shapes_of(shape, dtype))
+    of_tokens, of_columns = (jax.ShapeDtypeStruct(s, F32) for s in (shape[:-1], shape[-1:]))
+    with_scales = lambda *given: f(*given[:3], y_scales=given[3:])  # noqa: E731
+    assert "xla.gpu.triton" in cuda_lowering(with_scales, *shapes_of(shape, dtype), of_tokens, of_columns)
 
 
 @pytest.mark.parametrize(("capability", "kernel"), [((9, 0), True), ((8, 9), True), ((8, 0), False), (None, False)])
