@@ -107,9 +107,10 @@ def rope_tables(config: DecoderConfig, positions: Int[Array, "B T"]) -> Rope:
 
 
 class Attention(nn.Module):
-    """Projections of one attention block; the attention itself is the cache's."""
+    """Projections of one attention block; the attention itself is the cache's. `devices` are as for the layer."""
 
     config: DecoderConfig
+    devices: Devices | None = None
 
     def setup(self) -> None:
         if self.has_variable("params", "qkv_proj"):  # where a drafter's are joined, they are not those of its table
@@ -118,7 +119,8 @@ class Attention(nn.Module):
             self.weights = declare(self, attention_table(self.config), self.config)
 
     def _project(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T K J H"]:
-        return project(x, self.weights[name], self.weights.get(f"{name}_bias"))
+        alone = self.devices is not None and self.devices.mesh.size == 1
+        return project(x, self.weights[name], self.weights.get(f"{name}_bias"), alone=alone)
 
     def heads(self, x: Float[Array, "B T D"]) -> Float[Array, "B T K J H"]:
         """Of each kv head, side by side, its query heads, its key and its value; before norm and RoPE."""
@@ -161,7 +163,7 @@ class DecoderLayer(nn.Module):
 
     def setup(self) -> None:
         self.norms = declare(self, norms_table(), self.config)
-        self.self_attn = Attention(self.config)
+        self.self_attn = Attention(self.config, self.devices)
         self.mlp = MLP(self.config, self.devices)
 
     def __call__(

@@ -10,26 +10,27 @@ from jaxtyping import Array, Float
 
 from dflash_jax.models.quantized import Quantized
 from dflash_jax.models.transposed import Transposed
+from pallas_kernels import product
 
 Weight = Array | Quantized | Transposed
 
 
-def project(x: Float[Array, "B T *I"], weight: Weight, bias: Array | None = None) -> Float[Array, "B T *O"]:
+def project(
+    x: Float[Array, "B T *I"], weight: Weight, bias: Array | None = None, *, alone: bool = False
+) -> Float[Array, "B T *O"]:
     """X @ weight.T for a weight [*O, *I], giving x's dtype; float32 stays float32 on every device (no TF32).
 
-    The product is of two matrices: given more dimensions, XLA transposes the weight in memory first, on CPUs.
+    `alone` says that it is on one device and will not be differentiated, so that kernels may do it.
     """
     inner = x.shape[2:]
     outer = weight.shape[: -len(inner)]
-    rows = x.reshape(-1, math.prod(inner))
+    tokens = x.reshape(*x.shape[:2], math.prod(inner))
     if isinstance(weight, Quantized):
-        out = weight.product(rows, x.dtype)
+        out = weight.product(tokens, x.dtype)
     elif isinstance(weight, Transposed):
-        out = weight.product(rows).astype(x.dtype)
+        out = weight.product(tokens.reshape(-1, tokens.shape[-1])).astype(x.dtype)
     else:
-        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        matrix = weight.reshape(-1, rows.shape[1])
-        out = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), precision=precision)
+        out = product(tokens, weight.reshape(-1, tokens.shape[-1]), implementation=None if alone else "reference")
     out = out.reshape(*x.shape[:2], *outer)
     return out if bias is None else out + bias
 

@@ -72,7 +72,7 @@ def project_add_norm(
     if devices is None:
         return add_norm(x, project(inputs, weight, bias), norm, eps, implementation="reference")
     if devices.mesh.size == 1:
-        return add_norm(x, project(inputs, weight, bias), norm, eps)
+        return add_norm(x, project(inputs, weight, bias, alone=True), norm, eps)
     is_split = devices.share(inputs.shape[2])
 
     leaves, form = jax.tree.flatten(weight)  # a weight may be several arrays

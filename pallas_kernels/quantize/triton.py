@@ -31,7 +31,7 @@ def quantize_rows(x: Float[Array, "*T D"], *, interpret: bool = False) -> tuple[
     """See ``pallas_kernels.quantize_rows``."""
     D = x.shape[-1]
     rows = x.reshape(-1, D)
-    found = _call(_quantize_rows, "quantize_rows", (len(rows), D), [rows], interpret)
+    found = _call(_quantize_rows, "quantize_rows", (len(rows), D), [rows], D // 512, interpret)
     return found[0].reshape(x.shape), found[1].reshape(x.shape[:-1])
 
 
@@ -48,14 +48,19 @@ def quantize_gated(
     tokens = math.prod(of_tokens.shape)
     operands = [products.reshape(tokens, 2 * E * I), of_tokens.reshape(tokens), of_units.reshape(2 * E * I)]
     kernel = functools.partial(_quantize_gated, units=I)
-    found = _call(kernel, "quantize_gated", (tokens, E * I), operands, interpret)
+    found = _call(kernel, "quantize_gated", (tokens, E * I), operands, E * I // 512, interpret)
     return found[0].reshape(*of_tokens.shape, E * I), found[1].reshape(of_tokens.shape)
 
 
 def _call(
-    kernel: Callable[..., None], name: str, shape: tuple[int, int], operands: list[jax.Array], interpret: bool
+    kernel: Callable[..., None],
+    name: str,
+    shape: tuple[int, int],
+    operands: list[jax.Array],
+    warps: int,
+    interpret: bool,
 ) -> list[jax.Array]:
-    """Numbers of that shape, and the scales of its rows."""
+    """Numbers of that shape, and the scales of its rows, by about so many warps."""
     tokens, width = shape
     if reason := refusal(width):
         raise NotImplementedError(reason)
@@ -69,7 +74,7 @@ def _call(
             _compat.out_like(shape, E4M3, operands[0]),
             _compat.out_like((tokens,), jnp.float32, operands[0]),
         ],
-        num_warps=min(max(pl.next_power_of_2(width) // 512, 1), 16),
+        num_warps=min(pl.next_power_of_2(max(warps, 1)), 16),
         num_stages=1,
         interpret=interpret,
         name=name,
@@ -79,47 +84,41 @@ def _call(
 
 def _quantize_rows(x: Any, numbers: Any, scales: Any) -> None:
     """One program: one row, as wide as the next power of two; what stands beyond the row's end counts as zero."""
-    column, real = _columns(x.shape[1])
-    _store([(_load(x, column, real), column)], real, numbers, scales)
+    column = jnp.arange(pl.next_power_of_2(x.shape[1]), dtype=jnp.int32)
+    real = column < x.shape[1]
+    _store(_load(x, column, real), column, real, numbers, scales)
 
 
 def _quantize_gated(products: Any, of_tokens: Any, of_units: Any, numbers: Any, scales: Any, *, units: int) -> None:
     """The same of hidden units: of each part the gates stand before its other projections.
 
-    One part after the other, so that the compiler sees that neighbours stand side by side.
+    Parts and units are axes of their own, so that the compiler sees that neighbours stand side by side.
     """
-    column, real = _columns(units)
+    parts = numbers.shape[1] // units
+    part = jnp.arange(pl.next_power_of_2(parts), dtype=jnp.int32)[:, None]
+    unit = jnp.arange(pl.next_power_of_2(units), dtype=jnp.int32)[None, :]
+    real = (part < parts) & (unit < units)
     of_token = of_tokens[pl.program_id(0)]
 
     def load(place: jax.Array) -> jax.Array:
-        factor = pltriton.load(of_units.at[place], mask=real, other=None if real is None else 0.0)
+        factor = pltriton.load(of_units.at[place], mask=real, other=0.0)
         return _load(products, place, real) * (of_token * factor)
 
-    parts = []
-    for start in range(0, numbers.shape[1], units):
-        gate = load(2 * start + column)
-        hidden = gate / (1 + jnp.exp(-gate)) * load(2 * start + units + column)
-        parts.append((hidden, start + column))
-    _store(parts, real, numbers, scales)
+    place = 2 * units * part + unit
+    gate = load(place)
+    hidden = gate / (1 + jnp.exp(-gate)) * load(place + units)
+    _store(hidden, units * part + unit, real, numbers, scales)
 
 
-def _columns(width: int) -> tuple[jax.Array, jax.Array | None]:
-    """Of a row as wide as the next power of two, and which of them there are."""
-    column = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
-    return column, None if len(column) == width else column < width
-
-
-def _load(ref: Any, column: jax.Array, real: jax.Array | None) -> jax.Array:
+def _load(ref: Any, column: jax.Array, real: jax.Array) -> jax.Array:
     """Of this program's row; zeros where there is nothing."""
     place = ref.at[jnp.full_like(column, pl.program_id(0)), column]
-    return pltriton.load(place, mask=real, other=None if real is None else 0.0).astype(jnp.float32)
+    return pltriton.load(place, mask=real, other=0.0).astype(jnp.float32)
 
 
-def _store(parts: list[tuple[jax.Array, jax.Array]], real: jax.Array | None, numbers: Any, scales: Any) -> None:
-    """A row that comes in parts, each with its columns."""
-    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(wide)) for wide, _ in parts])
-    scale = jnp.maximum(largest, SMALLEST) / LARGEST
+def _store(wide: jax.Array, column: jax.Array, real: jax.Array, numbers: Any, scales: Any) -> None:
+    """A row, with its scale."""
+    scale = jnp.maximum(jnp.max(jnp.abs(wide)), SMALLEST) / LARGEST
     scales[pl.program_id(0)] = scale
-    for wide, column in parts:
-        place = numbers.at[jnp.full_like(column, pl.program_id(0)), column]
-        pltriton.store(place, jnp.clip(wide / scale, -LARGEST, LARGEST).astype(E4M3), mask=real)
+    place = numbers.at[jnp.full_like(column, pl.program_id(0)), column]
+    pltriton.store(place, jnp.clip(wide * (1 / scale), -LARGEST, LARGEST).astype(E4M3), mask=real)

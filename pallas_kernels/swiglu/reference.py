@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
+
+from pallas_kernels.product.reference import product
 
 
 def swiglu(x: Float[Array, "*T D"], weight: Float[Array, "E 2 I D"]) -> Float[Array, "*T F"]:
     """See ``pallas_kernels.swiglu``."""
-    parts, _, units, width = weight.shape
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    products = lax.dot_general(
-        x.reshape(-1, width), weight.reshape(-1, width), (((1,), (1,)), ((), ())), precision=precision
-    )
-    return gated(products.reshape(*x.shape[:-1], parts, 2, units))
+    products = product(x, weight.reshape(-1, weight.shape[-1]))
+    return gated(products.reshape(*x.shape[:-1], *weight.shape[:-1]))
 
 
 def gated(products: Float[Array, "*T E 2 I"]) -> Float[Array, "*T F"]:

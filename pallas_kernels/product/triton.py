@@ -1,0 +1,56 @@
+"""The product of few tokens on Pallas' Triton backend (see ``streams``): one program some rows of the weight."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from pallas_kernels import _compat, streams
+from pallas_kernels.streams import Config, is_fastest
+
+__all__ = ["default_config", "is_fastest", "product", "refusal"]
+
+
+def default_config(weight: Any) -> Config:
+    """What measured best on an H200 (BENCH.md): 32 rows where 64 would leave too many multiprocessors idle."""
+    return Config(rows=64, depth=256, num_stages=4) if len(weight) >= 6144 else Config(rows=32, depth=256, num_stages=6)
+
+
+def refusal(x: Any, weight: Any) -> str | None:
+    """Why the Triton backend cannot do this call, or None."""
+    return streams.refusal(x, weight.shape[1], len(weight), default_config(weight))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+def product(
+    x: Float[Array, "*T D"], weight: Float[Array, "O D"], *, config: Config | None = None, interpret: bool = False
+) -> Float[Array, "*T O"]:
+    """See ``pallas_kernels.product``."""
+    config = config or default_config(weight)
+    if reason := streams.refusal(x, weight.shape[1], len(weight), config):
+        raise NotImplementedError(reason)
+    tokens, rows = streams.tokens_of(x), len(weight)
+    if tokens == 0:
+        return jnp.zeros((*x.shape[:-1], rows), x.dtype)
+    operands = _compat.vary_alike(x.reshape(tokens, -1), weight)
+    [out] = _compat.triton_call(
+        functools.partial(_product, config=config),
+        grid=(rows // config.rows,),
+        out_shape=[_compat.out_like((tokens, rows), x.dtype, operands[0])],
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+        name="product",
+    )(*operands)
+    return out.reshape(*x.shape[:-1], rows)
+
+
+def _product(x: Any, weight: Any, out: Any, *, config: Config) -> None:
+    row = pl.program_id(0) * config.rows + jnp.arange(config.rows, dtype=jnp.int32)
+    [found] = streams.products(x, weight, [row], config.depth)
+    streams.store(found, out, row)

@@ -1,0 +1,57 @@
+"""Gate and up of an MLP for few tokens on Pallas' Triton backend (see ``streams``): one program some hidden units."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from pallas_kernels import _compat, streams
+from pallas_kernels.streams import Config, is_fastest
+
+__all__ = ["DEFAULT", "is_fastest", "refusal", "swiglu"]
+
+DEFAULT = Config(rows=64, depth=64, num_stages=4)  # what measured best on an H200 (BENCH.md)
+
+
+def refusal(x: Any, weight: Any) -> str | None:
+    """Why the Triton backend cannot do this call, or None."""
+    return streams.refusal(x, weight.shape[3], weight.shape[2], DEFAULT)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+def swiglu(
+    x: Float[Array, "*T D"], weight: Float[Array, "E 2 I D"], *, config: Config = DEFAULT, interpret: bool = False
+) -> Float[Array, "*T F"]:
+    """See ``pallas_kernels.swiglu``."""
+    parts, _, units, width = weight.shape
+    if reason := streams.refusal(x, width, units, config):
+        raise NotImplementedError(reason)
+    tokens = streams.tokens_of(x)
+    if tokens == 0:
+        return jnp.zeros((*x.shape[:-1], parts * units), x.dtype)
+    operands = _compat.vary_alike(x.reshape(tokens, width), weight.reshape(-1, width))
+    [out] = _compat.triton_call(
+        functools.partial(_swiglu, units=units, config=config),
+        grid=(parts * units // config.rows,),
+        out_shape=[_compat.out_like((tokens, parts * units), x.dtype, operands[0])],
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+        name="swiglu",
+    )(*operands)
+    return out.reshape(*x.shape[:-1], parts * units)
+
+
+def _swiglu(x: Any, weight: Any, out: Any, *, units: int, config: Config) -> None:
+    """One program; of each part the rows of gate stand before those of up."""
+    first = pl.program_id(0) * config.rows
+    unit = first + jnp.arange(config.rows, dtype=jnp.int32)
+    gate = unit + first // units * units
+    products = streams.products(x, weight, [gate, gate + units], config.depth)
+    opened, up = (found.astype(out.dtype).astype(jnp.float32) for found in products)
+    streams.store(opened / (1 + jnp.exp(-opened)) * up, out, unit)

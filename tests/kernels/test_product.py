@@ -1,0 +1,152 @@
+"""Products of few tokens, plain and of an MLP's first half, by every implementation that this machine has."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as Spec
+
+from dflash_jax.models.linear import project
+from pallas_kernels import _compat, product, swiglu
+from pallas_kernels.product import triton
+from pallas_kernels.streams import Config
+from pallas_kernels.swiglu import triton as swiglu_triton
+from tests.kernels.cases import BF16, F32, cuda_lowering, mesh_of
+from tests.kernels.conftest import ON_GPU
+
+F16 = jnp.float16
+SMALL = Config(rows=32, depth=64, num_stages=2)
+by_implementation = pytest.mark.parametrize("implementation", ["reference", "triton"])
+by_dtype = pytest.mark.parametrize(("dtype", "most"), [(BF16, 5e-3), (F16, 1e-3)], ids=["bf16", "f16"])
+
+
+def operands(tokens, shape, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    x, weight = (rng.standard_normal(s, np.float32) for s in ((*tokens, shape[-1]), shape))
+    return jnp.asarray(x, dtype), jnp.asarray(weight / shape[-1] ** 0.5, dtype)
+
+
+def error(found, wanted):
+    """Relative, norm over norm; NaN where a number is."""
+    return np.linalg.norm(np.asarray(found, np.float64) - wanted) / np.linalg.norm(wanted)
+
+
+def wide(*arrays):
+    return [np.asarray(array).astype(np.float64) for array in arrays]
+
+
+@by_implementation
+@by_dtype
+@pytest.mark.parametrize("tokens", [(1,), (2, 3), (16,)], ids=str)
+def test_product(implementation, tokens, dtype, most):
+    x, weight = operands(tokens, (96, 512), dtype)
+    interpret = implementation == "triton" and not ON_GPU
+    found = jax.jit(functools.partial(product, implementation=implementation, interpret=interpret))(x, weight)
+    assert (found.dtype, found.shape) == (dtype, (*tokens, 96))
+    x, weight = wide(x, weight)
+    assert error(found, x @ weight.T) < most
+
+
+@by_dtype
+@pytest.mark.parametrize("tokens", [(1,), (2, 3), (16,)], ids=str)
+def test_gate_and_up(tokens, dtype, most):
+    x, weight = operands(tokens, (3, 2, 128, 256), dtype)
+    found = jax.jit(functools.partial(swiglu, implementation="triton", interpret=not ON_GPU))(x, weight)
+    assert (found.dtype, found.shape) == (dtype, (*tokens, 384))
+    x, weight = wide(x, weight)
+    gate, up = np.einsum("...d,ehid->h...ei", x, weight)
+    assert error(found, (gate / (1 + np.exp(-gate)) * up).reshape(*tokens, -1)) < 2 * most
+
+
+def test_a_token_is_what_it_is_alone_and_breaks_no_other():
+    x, weight = operands((16,), (96, 512), BF16)
+    run = jax.jit(functools.partial(triton.product, config=SMALL, interpret=not ON_GPU))
+    clean = np.asarray(run(x, weight))
+    np.testing.assert_array_equal(clean[3:4], run(x[3:4], weight))
+    broken = np.asarray(run(x.at[5].set(jnp.nan), weight))
+    assert np.isnan(broken[5].astype(np.float32)).all()
+    np.testing.assert_array_equal(np.delete(broken, 5, 0), np.delete(clean, 5, 0))
+
+
+def test_no_tokens():
+    assert triton.product(*operands((2, 0), (96, 512), BF16)).shape == (2, 0, 96)
+    assert swiglu_triton.swiglu(*operands((0,), (2, 2, 64, 64), BF16)).shape == (0, 128)
+
+
+def shapes(tokens, shape, dtype=BF16):
+    return jax.ShapeDtypeStruct((*tokens, shape[-1]), dtype), jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (6144, 4096), (4096, 12288), (16, 2, 768, 4096)], ids=str)
+def test_lowers(shape):
+    function = triton.product if len(shape) == 2 else swiglu_triton.swiglu
+    assert "xla.gpu.triton" in cuda_lowering(lambda *given: function(*given), *shapes((1, 16), shape))
+
+
+@pytest.mark.parametrize(
+    ("capability", "tokens", "shape", "kernel"),
+    [
+        ((9, 0), (1, 16), (4096, 4096), True),
+        ((9, 0), (16, 1), (16, 2, 768, 4096), True),
+        ((9, 0), (2, 16), (4096, 4096), False),
+        ((9, 0), (1, 16), (2048, 4096), False),
+        ((9, 0), (1, 16), (4096, 4160), False),
+        ((8, 9), (1, 16), (4096, 4096), False),
+        ((10, 0), (1, 16), (16, 2, 768, 4096), False),
+        (None, (1, 16), (4096, 4096), False),
+    ],
+)
+def test_the_public_functions_pick(monkeypatch, capability, tokens, shape, kernel):
+    monkeypatch.setattr(_compat, "compute_capability", lambda: capability)
+    function = product if len(shape) == 2 else swiglu
+    text = cuda_lowering(lambda *given: function(*given), *shapes(tokens, shape))  # traced anew
+    assert ("xla.gpu.triton" in text) == kernel
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_projections_of_one_device_may_pick(monkeypatch, alone):
+    monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
+    given = jax.ShapeDtypeStruct((1, 16, 32, 128), BF16), jax.ShapeDtypeStruct((4096, 32, 128), BF16)
+    text = cuda_lowering(lambda x, weight: project(x, weight, alone=alone), *given)
+    assert ("xla.gpu.triton" in text) == alone
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape", "dtype", "message"),
+    [
+        ((17,), (4096, 4096), BF16, "is for up to 16 tokens; these are 17"),
+        ((1,), (4096, 4096), F32, "takes bf16 and f16; this is float32"),
+        ((1,), (6144, 4224), BF16, "a width that 256 divides, and rows that 64 divides; these are 4224 and 6144"),
+    ],
+)
+def test_triton_refuses_in_a_sentence(tokens, shape, dtype, message):
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(functools.partial(product, implementation="triton"), *shapes(tokens, shape, dtype))
+
+
+def test_wrong_arguments_are_named():
+    x = jnp.zeros((4, 64))
+    with pytest.raises(ValueError, match=r"x must be \[\*T, D\] and weight \[O, D\]; got \[4, 64\] and \[8, 32\]"):
+        product(x, jnp.zeros((8, 32)))
+    with pytest.raises(ValueError, match="of one dtype; got float32 and bfloat16"):
+        product(x, jnp.zeros((8, 64), BF16))
+    with pytest.raises(ValueError, match="implementation must be 'triton', 'reference' or None; got 'mosaic'"):
+        product(x, jnp.zeros((8, 64)), implementation="mosaic")
+
+
+def test_sharded_lowering_knows_what_varies():
+    """With check_vma on, as users run it: what varies over the mesh in any operand varies in the output."""
+    call = functools.partial(product, implementation="triton")
+    shard = functools.partial(jax.shard_map, call, mesh=mesh_of(4), in_specs=(Spec(), Spec("tp")))
+
+    def lower(out_specs):
+        traced = jax.jit(shard(out_specs=out_specs)).trace(*shapes((8,), (1024, 512)))
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "xla.gpu.triton" in lower(Spec(None, "tp"))
+    with pytest.raises(ValueError, match="out_specs"):
+        lower(Spec())
