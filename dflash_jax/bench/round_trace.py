@@ -31,6 +31,7 @@ PARTS = (
     ("draft_context", re.compile(r"write_context")),
     ("draft", re.compile(r"jit_draft|jit\(draft\)|/draft/|DraftModel")),
     ("sampling", re.compile(r"jit_commit|jit\(commit\)")),
+    ("verify_gemm", re.compile(r" (swiglu|product)\S*$")),
     ("verify_other", re.compile(r"add_norm(?!.*dot)")),  # products stand in its scope
     (
         "verify_attention",  # projections are written in self_attn, the attention itself beside it
@@ -42,10 +43,11 @@ PARTS = (
 OTHER = "other"
 # Where in a program an operation was written, as far as that says of what step it is.
 STEPS = ("write_context", "/draft/", "/verify/", "jit(commit)")
-COMMIT = STEPS[-1]
+*_, VERIFY, COMMIT = STEPS
 # Those of a round whose layers may have kernels in common, in their order, with the model of each.
 MODELS = {"/draft/": "/draft/DraftModel", "/verify/": "/verify/TargetModel"}
 DRAFTED = "DraftModel.tokens"  # with which a drafter ends
+OF_LAYERS = re.compile("paged_attention|write_kv|add_norm|swiglu|product")  # how kernels begin that no commit has
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,9 @@ class Scopes:
     def of_all(self, kernels: Sequence[Kernel]) -> list[str]:
         """Of kernels by start.
 
-        A library's products bear no operation's name: theirs is the step of what runs next. Equal operations have one
-        kernel, named after the first of them; which step it runs in is told by what runs around it.
+        A library's products bear no operation's name, nor do some kernels of ours: theirs is the step of what runs
+        next, as far as they can be of it. Equal operations have one kernel, named after the first of them; which step
+        it runs in is told by what runs around it.
         """
         scopes = [self.of(kernel) for kernel in kernels]
         steps = [step_of(scope) for scope in scopes]
@@ -184,6 +187,8 @@ class Scopes:
                 next_step = step
             if step != named:
                 scope = scope.replace(MODELS[named], MODELS[step])
+            elif next_step == COMMIT and OF_LAYERS.match(kernel.name):
+                next_step = VERIFY
             found.append(scope or (next_step if kernel.module else ""))
         return found[::-1]
 

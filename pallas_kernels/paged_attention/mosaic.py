@@ -76,9 +76,10 @@ def is_fastest(args: Arguments) -> bool:
         return mosaic_prefill.is_fastest(args)
     H, rows = args.q.shape[-1], args.q.shape[1] * args.group
     capacity = args.page_table.shape[1] * args.page_size
-    # Then no split is needed, and none is merged; calls of few rows were not measured so.
-    fills = args.q.shape[0] * args.kv_heads > 0.9 * _compat.sm_count() and rows > 16
-    if _compat.is_fp8(args.k_pages.dtype):
+    # Then no split is needed, and none is merged; calls of few rows were not measured so. Of fp8 half is enough.
+    is_fp8 = _compat.is_fp8(args.k_pages.dtype)
+    fills = args.q.shape[0] * args.kv_heads > (0.45 if is_fp8 else 0.9) * _compat.sm_count() and rows > 16
+    if is_fp8:
         return H == 128 and rows <= ROWS and (fills or capacity >= 4096)
     if rows <= 16:
         return H == 128 and capacity >= 65536

@@ -311,6 +311,16 @@ def test_products_without_a_name_are_of_the_step_of_what_runs_next():
     ]
 
 
+def test_kernels_of_layers_are_of_no_commit():
+    names = ["embed", "write_kv__1", "nvjet", "add_norm", "swiglu", "product__2", "largest_product_kernel", "reduce"]
+    scopes = {"embed": "jit(greedy_round)/verify/TargetModel.embed/gather", "reduce": "jit(greedy_round)/jit(commit)/x"}
+    kernels = [Kernel(name, "jit_round", name, scopes.get(name, ""), i, i + 1) for i, name in enumerate(names)]
+    assert list(map(part_of, kernels, Scopes(kernels).of_all(kernels))) == [
+        *["verify_other", "verify_attention", "verify_gemm", "verify_other", "verify_gemm", "verify_gemm"],
+        *["head", "sampling"],
+    ]
+
+
 def test_a_kernel_that_layers_share_is_of_the_step_that_runs_it():
     shared = ("select", "jit(greedy_round)/draft/DraftModel/layers_0.attend/paged_attention/select_n")
 

@@ -134,7 +134,8 @@ def test_no_tokens():
     ("capability", "tokens", "dtype", "kernel"),
     [
         ((9, 0), (16, 16), BF16, True),
-        ((9, 0), (16, 15), E4M3, True),
+        ((9, 0), (4, 15), E4M3, True),
+        ((9, 0), (4, 16), BF16, False),
         ((9, 0), (16, 16), F32, False),
         ((9, 0), (1, 16), BF16, False),
         ((10, 0), (16, 16), BF16, False),
