@@ -175,7 +175,7 @@ class Stubs:
         caches = self._dispatch((params, slots, tables, block), caches)
         return ready(len(tables.packed), length, 1), caches
 
-    def greedy_round(self, params, slots, caches, tables, *, spec, length, commit):
+    def greedy_round(self, params, slots, caches, tables, *, spec, length, confirm):
         slots, caches = self._dispatch((params, tables), (slots, caches))
         return slots, caches, self._emit(len(tables.packed), length, False)
 
@@ -184,7 +184,7 @@ class Stubs:
         rows, width = chunk.tokens.shape
         return slots, caches, ready(rows, width, 1), ready(rows, 1, 1)
 
-    def commit(self, params, slots, controls, rows, hidden, block, sampler, allowed, *, spec, mode, with_logprobs):
+    def commit(self, params, slots, controls, rows, hidden, block, sampler, allowed, *, with_logprobs, **static):
         slots, controls = self._dispatch((params, rows, hidden, block, sampler, allowed), (slots, controls))
         return slots, controls, self._emit(*hidden.shape[:2], with_logprobs)
 
@@ -257,9 +257,8 @@ def measure(case: Case, pair: tuple[Path, Path], args: argparse.Namespace, profi
         for part, (whose, name) in PARTS.items():
             patches.enter_context(mock.patch.object(whose, name, clock.timed(part, getattr(whose, name))))
         stubs = Stubs(clock, text, args.tokens, rng)
-        for name in ("greedy_round", "draft", "verify", "prefill"):
+        for name in ("greedy_round", "draft", "verify", "commit", "prefill"):
             patches.enter_context(mock.patch.object(steps, name, getattr(stubs, name)))
-        patches.enter_context(mock.patch.object(engine.runner, "commit_step", stubs.commit))
         step = clock.timed("rest", step)
         for _ in range(args.slots):
             request()
