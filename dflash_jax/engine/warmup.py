@@ -124,7 +124,7 @@ def compile_steps(
         words = -(-spec.target.vocab_size // 32)
         allowed = _zeros(rows, length, words, dtype=np.uint32) if mode == "constrained" else None
         given = (hidden(rows, length), block(rows, length), None if mode == "greedy" else sampler, allowed)
-        options = {"spec": spec, "mode": mode, "with_logprobs": with_logprobs}
+        options = {"spec": spec, "mode": mode, "with_logprobs": with_logprobs, "confirm": steps.accepted}
         jobs.append(partial(_compile, steps.commit, shared[0], slots, used, _zeros(rows), *given, **options))
     row = jax.tree.map(lambda array: np.zeros(array.shape[1], array.dtype), controls)
     jobs.append(partial(_compile, set_controls, controls, np.int32(0), row))

@@ -97,7 +97,7 @@ def test_no_pool_is_copied_in_a_round_of_the_engine(tmp_path, length, kv_cache_d
     slots, caches = engine.runner.slots, engine.runner.caches
     params = steps.FlatParams.of(engine.runner.params)
     tables = Tables(np.zeros((2, 2 * engine.layout.table_width + 2), np.int32))
-    static = {"spec": engine.spec, "length": length, "commit": steps.commit}
+    static = {"spec": engine.spec, "length": length, "confirm": steps.accepted}
     compiled = steps.greedy_round.lower(params, slots, caches, tables, **static).compile()
     analysis = compiled.memory_analysis()
     pools = jax.tree.leaves((caches.target, caches.draft))
