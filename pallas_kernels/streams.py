@@ -17,7 +17,6 @@ from jax.experimental.pallas import triton as pltriton
 
 MOST_TOKENS = 16
 LEAST_BYTES = 1 << 25  # of a weight: smaller ones were not measured
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +36,13 @@ def tokens_of(x: Any) -> int:
 
 def is_fastest(x: Any, weight: Any) -> bool:
     """Whether such products are faster here than XLA's, by the measurements in product/BENCH.md."""
-    least = LEAST_BYTES // 2 if x.dtype == jnp.float8_e4m3fn else LEAST_BYTES
-    return 0 < tokens_of(x) <= MOST_TOKENS and weight.size * weight.dtype.itemsize >= least
+    return 0 < tokens_of(x) <= MOST_TOKENS and weight.size * weight.dtype.itemsize >= LEAST_BYTES
 
 
 def refusal(x: Any, width: int, rows: int, config: Config) -> str | None:
     """Why a product of so many inputs with so many rows cannot be made so, or None."""
-    if x.dtype not in DTYPES:
-        return f"The Triton product takes bf16, f16 and e4m3; this is {x.dtype}."
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"The Triton product takes bf16 and f16; this is {x.dtype}."
     if tokens_of(x) > MOST_TOKENS:
         return f"The Triton product is for up to {MOST_TOKENS} tokens; these are {tokens_of(x)}."
     if width % config.depth or rows % config.rows:

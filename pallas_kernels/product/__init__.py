@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
 from pallas_kernels.product import reference, triton
@@ -18,17 +18,15 @@ Implementation = Literal["triton", "reference"]
 def product(
     x: Float[Array, "*T D"],
     weight: Float[Array, "O D"],
-    dtype: DTypeLike | None = None,
     *,
     implementation: Implementation | None = None,
     interpret: bool = False,
 ) -> Float[Array, "*T O"]:
-    """``x @ weight.T`` of any number of tokens (any leading axes), summed in float32.
+    """``x @ weight.T`` of any number of tokens (any leading axes), summed in float32, in x's dtype.
 
     Args:
-      x: what goes in; bf16, f16 or e4m3 (f32: reference only, which keeps it float32 on every device, without TF32).
+      x: what goes in; bf16 or f16 (f32: reference only, which keeps it float32 on every device, without TF32).
       weight: like x.
-      dtype: of the result; None is x's.
       implementation: ``"triton"``, for up to 16 tokens, or ``"reference"``, which leaves it to XLA; None picks the
         faster. Only the reference can be differentiated, and split by XLA over several devices; the kernel wants a
         ``shard_map`` around it there.
@@ -44,9 +42,9 @@ def product(
         raise ValueError(f"x and weight must be floating, and of one dtype; got {x.dtype} and {weight.dtype}")
     match implementation or _fastest(x, weight, interpret):
         case "triton":
-            return triton.product(x, weight, dtype or x.dtype, interpret=interpret)
+            return triton.product(x, weight, interpret=interpret)
         case "reference":
-            return reference.product(x, weight, dtype or x.dtype)
+            return reference.product(x, weight)
         case other:
             raise ValueError(f"implementation must be 'triton', 'reference' or None; got {other!r}")
 

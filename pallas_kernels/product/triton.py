@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, Float
 
 from pallas_kernels import _compat, streams
 from pallas_kernels.streams import Config, is_fastest
@@ -18,8 +18,6 @@ __all__ = ["default_config", "is_fastest", "product", "refusal"]
 
 def default_config(weight: Any) -> Config:
     """What measured best on an H200 (BENCH.md): 32 rows where 64 would leave too many multiprocessors idle."""
-    if weight.dtype == jnp.float8_e4m3fn:  # whose products have no form for 32 rows
-        return Config(rows=64, depth=512, num_stages=4)
     return Config(rows=64, depth=256, num_stages=4) if len(weight) >= 6144 else Config(rows=32, depth=256, num_stages=6)
 
 
@@ -28,27 +26,22 @@ def refusal(x: Any, weight: Any) -> str | None:
     return streams.refusal(x, weight.shape[1], len(weight), default_config(weight))
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
 def product(
-    x: Float[Array, "*T D"],
-    weight: Float[Array, "O D"],
-    dtype: DTypeLike | None = None,
-    *,
-    config: Config | None = None,
-    interpret: bool = False,
+    x: Float[Array, "*T D"], weight: Float[Array, "O D"], *, config: Config | None = None, interpret: bool = False
 ) -> Float[Array, "*T O"]:
     """See ``pallas_kernels.product``."""
     config = config or default_config(weight)
     if reason := streams.refusal(x, weight.shape[1], len(weight), config):
         raise NotImplementedError(reason)
-    tokens, rows, dtype = streams.tokens_of(x), len(weight), dtype or x.dtype
+    tokens, rows = streams.tokens_of(x), len(weight)
     if tokens == 0:
-        return jnp.zeros((*x.shape[:-1], rows), dtype)
+        return jnp.zeros((*x.shape[:-1], rows), x.dtype)
     operands = _compat.vary_alike(x.reshape(tokens, -1), weight)
     [out] = _compat.triton_call(
         functools.partial(_product, config=config),
         grid=(rows // config.rows,),
-        out_shape=[_compat.out_like((tokens, rows), dtype, operands[0])],
+        out_shape=[_compat.out_like((tokens, rows), x.dtype, operands[0])],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
