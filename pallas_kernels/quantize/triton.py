@@ -44,12 +44,12 @@ def quantize_gated(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See ``pallas_kernels.quantize_gated``."""
-    E, _, I = of_units.shape  # noqa: E741
-    tokens = math.prod(of_tokens.shape)
-    operands = [products.reshape(tokens, 2 * E * I), of_tokens.reshape(tokens), of_units.reshape(2 * E * I)]
-    kernel = functools.partial(_quantize_gated, units=I)
-    found = _call(kernel, "quantize_gated", (tokens, E * I), operands, E * I // 512, interpret)
-    return found[0].reshape(*of_tokens.shape, E * I), found[1].reshape(of_tokens.shape)
+    parts, _, units = of_units.shape
+    tokens, width = math.prod(of_tokens.shape), parts * units
+    operands = [products.reshape(tokens, 2 * width), of_tokens.reshape(tokens), of_units.reshape(2 * width)]
+    kernel = functools.partial(_quantize_gated, units=units)
+    found = _call(kernel, "quantize_gated", (tokens, width), operands, width // 512, interpret)
+    return found[0].reshape(*of_tokens.shape, width), found[1].reshape(of_tokens.shape)
 
 
 def _call(

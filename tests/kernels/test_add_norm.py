@@ -158,7 +158,10 @@ def test_lowers(shape, dtype):
     f = functools.partial(add_norm, eps=EPS, implementation="triton")
     assert "xla.gpu.triton" in cuda_lowering(f, *shapes_of(shape, dtype))
     of_tokens, of_columns = (jax.ShapeDtypeStruct(s, F32) for s in (shape[:-1], shape[-1:]))
-    with_scales = lambda *given: f(*given[:3], y_scales=given[3:])  # noqa: E731
+
+    def with_scales(x, y, weight, *scales):
+        return f(x, y, weight, y_scales=scales)
+
     assert "xla.gpu.triton" in cuda_lowering(with_scales, *shapes_of(shape, dtype), of_tokens, of_columns)
 
 
