@@ -85,40 +85,46 @@ def _call(
 def _quantize_rows(x: Any, numbers: Any, scales: Any) -> None:
     """One program: one row, as wide as the next power of two; what stands beyond the row's end counts as zero."""
     column = jnp.arange(pl.next_power_of_2(x.shape[1]), dtype=jnp.int32)
-    real = column < x.shape[1]
-    _store(_load(x, column, real), column, real, numbers, scales)
+    real = None if len(column) == x.shape[1] else column < x.shape[1]
+    _store([(_load(x, column, real), column)], real, numbers, scales)
 
 
 def _quantize_gated(products: Any, of_tokens: Any, of_units: Any, numbers: Any, scales: Any, *, units: int) -> None:
     """The same of hidden units: of each part the gates stand before its other projections.
 
-    Parts and units are axes of their own, so that the compiler sees that neighbours stand side by side.
+    Parts and units are axes of their own, so that the compiler sees that neighbours stand side by side; units come in
+    pieces of a power of two if they can, so that nothing is computed beside them.
     """
     parts = numbers.shape[1] // units
+    size = math.gcd(units, 1 << 10) if units % 128 == 0 else pl.next_power_of_2(units)
     part = jnp.arange(pl.next_power_of_2(parts), dtype=jnp.int32)[:, None]
-    unit = jnp.arange(pl.next_power_of_2(units), dtype=jnp.int32)[None, :]
-    real = (part < parts) & (unit < units)
+    unit = jnp.arange(size, dtype=jnp.int32)[None, :]
+    real = None if len(part) == parts and size <= units else (part < parts) & (unit < units)
     of_token = of_tokens[pl.program_id(0)]
 
     def load(place: jax.Array) -> jax.Array:
-        factor = pltriton.load(of_units.at[place], mask=real, other=0.0)
+        factor = pltriton.load(of_units.at[place], mask=real, other=None if real is None else 0.0)
         return _load(products, place, real) * (of_token * factor)
 
-    place = 2 * units * part + unit
-    gate = load(place)
-    hidden = gate / (1 + jnp.exp(-gate)) * load(place + units)
-    _store(hidden, units * part + unit, real, numbers, scales)
+    pieces = []
+    for start in range(0, units, size):
+        place = 2 * units * part + start + unit
+        gate, up = load(place), load(place + units)
+        pieces.append((gate * up / (1 + jnp.exp(-gate)), units * part + start + unit))
+    _store(pieces, real, numbers, scales)
 
 
-def _load(ref: Any, column: jax.Array, real: jax.Array) -> jax.Array:
+def _load(ref: Any, column: jax.Array, real: jax.Array | None) -> jax.Array:
     """Of this program's row; zeros where there is nothing."""
     place = ref.at[jnp.full_like(column, pl.program_id(0)), column]
-    return pltriton.load(place, mask=real, other=0.0).astype(jnp.float32)
+    return pltriton.load(place, mask=real, other=None if real is None else 0.0).astype(jnp.float32)
 
 
-def _store(wide: jax.Array, column: jax.Array, real: jax.Array, numbers: Any, scales: Any) -> None:
-    """A row, with its scale."""
-    scale = jnp.maximum(jnp.max(jnp.abs(wide)), SMALLEST) / LARGEST
+def _store(pieces: list[tuple[jax.Array, jax.Array]], real: jax.Array | None, numbers: Any, scales: Any) -> None:
+    """A row in pieces, each with its columns, and its scale, with which the largest number is that of e4m3."""
+    largest = functools.reduce(jnp.maximum, [jnp.abs(wide) for wide, _ in pieces])
+    scale = jnp.maximum(jnp.max(largest), SMALLEST) / LARGEST
     scales[pl.program_id(0)] = scale
-    place = numbers.at[jnp.full_like(column, pl.program_id(0)), column]
-    pltriton.store(place, jnp.clip(wide * (1 / scale), -LARGEST, LARGEST).astype(E4M3), mask=real)
+    for wide, column in pieces:
+        place = numbers.at[jnp.full_like(column, pl.program_id(0)), column]
+        pltriton.store(place, jnp.clip(wide * (1 / scale), -LARGEST, LARGEST).astype(E4M3), mask=real)

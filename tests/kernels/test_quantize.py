@@ -57,7 +57,9 @@ def test_rows(implementation, shape, dtype):
 
 @by_implementation
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=lambda d: jnp.dtype(d).name)
-@pytest.mark.parametrize(("tokens", "parts", "units"), [((3,), 1, 96), ((2, 5), 4, 48), ((40,), 4, 3072)], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "parts", "units"), [((3,), 1, 96), ((2, 5), 4, 48), ((40,), 4, 3072), ((3,), 3, 384)], ids=str
+)
 def test_hidden_units(implementation, tokens, parts, units, dtype):
     rng = np.random.default_rng(1)
     products = jnp.asarray(1000 * rng.standard_normal((*tokens, parts, 2, units)), dtype)
