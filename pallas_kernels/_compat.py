@@ -90,11 +90,14 @@ def smem_transpose(ref: Any) -> Any:
     return ref.T
 
 
-def smem_load(ref: Any, layout: Any) -> jax.Array:
-    """Loads a whole shared-memory reference into registers in the given layout (Mosaic GPU)."""
+def smem_load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
+    """Loads a whole shared-memory reference into registers in the given layout (Mosaic GPU).
+
+    Bank conflicts are an error, unless it need not be ``optimized``.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    return plgpu.load(ref, *([()] if _OLD else []), layout=layout)
+    return plgpu.load(ref, *([()] if _OLD else []), layout=layout, optimized=optimized)
 
 
 def tiling(tiles: tuple[tuple[int, ...], ...]) -> Any:

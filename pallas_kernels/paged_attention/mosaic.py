@@ -40,7 +40,18 @@ from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.paged_attention.combine import combine_jnp
 from pallas_kernels.paged_attention.mosaic_kernel import attend
 from pallas_kernels.paged_attention.mosaic_work import Config, Shape
-from pallas_kernels.paged_attention.rows import ROWS, bounds, head_rows, longest_first, ordered, padded, pieces, terms
+from pallas_kernels.paged_attention.rows import (
+    ROWS,
+    TILE,
+    bounds,
+    copied_tokens,
+    head_rows,
+    longest_first,
+    ordered,
+    padded,
+    pieces,
+    terms,
+)
 from pallas_kernels.paged_attention.splits import best_splits
 from pallas_kernels.shared_memory import tiled
 
@@ -74,15 +85,17 @@ def is_fastest(args: Arguments) -> bool:
     """
     if _is_long(args):
         return mosaic_prefill.is_fastest(args)
-    H, rows = args.q.shape[-1], args.q.shape[1] * args.group
+    T, H, rows = args.q.shape[1], args.q.shape[-1], args.q.shape[1] * args.group
     capacity = args.page_table.shape[1] * args.page_size
-    # Then no split is needed, and none is merged; calls of few rows were not measured so. Of fp8 half is enough.
+    # Where the card is full no split is needed, and none is merged. Of fp8 half is enough, unless rows are few, of
+    # which only those of one token were measured.
     is_fp8 = _compat.is_fp8(args.k_pages.dtype)
-    fills = args.q.shape[0] * args.kv_heads > (0.45 if is_fp8 else 0.9) * _compat.sm_count() and rows > 16
+    full = args.q.shape[0] * args.kv_heads > (0.45 if is_fp8 and rows > 16 else 0.9) * _compat.sm_count()
+    fills = full and (rows > 16 or (T == 1 and capacity >= 1024))
     if is_fp8:
         return H == 128 and rows <= ROWS and (fills or capacity >= 4096)
     if rows <= 16:
-        return H == 128 and capacity >= 65536
+        return H == 128 and (fills or capacity >= 65536)
     return (H == 128 and rows <= ROWS and (fills or capacity >= 4096)) or H == 256
 
 
@@ -130,9 +143,9 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     )  # fmt: skip
     out_rows = rows if blocks == 1 and config.consumers > 1 else ROWS
     sums = (B, K, config.splits, blocks, ROWS)
-    shapes = [(*sums[:-1], out_rows, H), sums, sums] if config.splits > 1 else [(B, head_rows(T), N * H)]
+    shapes = [(*sums[:-1], out_rows, H), sums, sums] if config.splits > 1 else [(B, copied_tokens(args), N * H)]
     dtype = jnp.float32 if config.splits > 1 else args.q.dtype
-    shape = Shape(config, args.page_size, K, blocks, args.group, head_rows(T), items, ctas)
+    shape = Shape(config, args.page_size, K, blocks, args.group, copied_tokens(args), items, ctas)
 
     def paged_attention_kernel(*refs: Any, **scratch: Any) -> None:  # by whose name profilers know it
         attend(*refs, shape=shape, **scratch)
@@ -163,14 +176,15 @@ def _by_head(x: Array, args: Arguments) -> Array:
 
 def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
     H, S, dtype, consumers = args.q.shape[-1], args.page_size, args.k_pages.dtype, config.consumers
-    slots, wide = consumers * config.stages, consumers * config.wide
+    slots, wide, tokens = consumers * config.stages, consumers * config.wide, copied_tokens(args)
+    rows: Any = plgpu.SMEM if tokens < TILE else tiled  # no fewer rows than a tile's can be copied to tiles
     scratch = {
-        "q_s": tiled((terms(dtype) * ROWS, H), dtype),
+        "q_s": tiled((terms(dtype) * ROWS, H), dtype) if wide else rows((ROWS, H), dtype),
         "bounds_s": plgpu.SMEM((3, ROWS), jnp.int32),
         "k_s": tiled((slots, S, H), dtype),
         "v_s": tiled((slots, S, H), dtype),
         "sums_s": plgpu.SMEM((2 * consumers, 2, ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(num_arrivals=len(pieces(head_rows(args.q.shape[1]))) + 1),
+        "q_full": plgpu.Barrier(num_arrivals=len(pieces(tokens)) + 1),
         "q_empty": plgpu.Barrier(num_arrivals=consumers + config.converters),
         **{name: plgpu.Barrier(num_barriers=slots) for name in ("k_full", "k_empty", "v_full", "v_empty")},
     }
@@ -178,10 +192,10 @@ def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
         scratch["acc_s"] = tiled((consumers, ROWS, H // consumers), jnp.float32)
         scratch |= {name: plgpu.Barrier(num_arrivals=consumers) for name in ("given", "free")}
     if config.splits == 1:
-        scratch["out_s"] = tiled((consumers, ROWS, H // consumers), args.q.dtype)
+        scratch["out_s"] = rows((consumers, ROWS, H // consumers), args.q.dtype)
     if wide:
         scratch |= {"q_ready": plgpu.Barrier(), "factor_s": plgpu.SMEM((ROWS,), jnp.float32)}
-        scratch["rows_s"] = tiled((ROWS, H), args.q.dtype)
+        scratch["rows_s"] = rows((ROWS, H), args.q.dtype)
         scratch["wide_s"] = tiled((wide, S, H), args.compute_dtype)
         scratch |= {name: plgpu.Barrier(num_barriers=wide) for name in ("wide_full", "wide_empty")}
     return scratch

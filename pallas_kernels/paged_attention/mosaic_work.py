@@ -40,7 +40,7 @@ class Shape:
     kv_heads: int
     blocks: int
     group: int
-    head_rows: int  # of a query head
+    tokens: int  # of a query head, as rows of q and of the result
     items: int  # of the whole call
     ctas: int
 
@@ -129,7 +129,7 @@ def for_items(cta: Any, block_bounds: Any, shape: Shape, step: Callable[[Any, Wo
         before, (*edges, b) = carry
         following = bounds(jnp.minimum(n + 1, count - 1))
         _, block, split, head = locate(n)
-        place = Place(b, head, block, shape.group, shape.head_rows)
+        place = Place(b, head, block, shape.group, shape.tokens)
         begin, end = page_range(edges[0], edges[1], shape.page_size)
         each = pl.cdiv(end - begin, shape.config.splits)
         first = begin + split * each

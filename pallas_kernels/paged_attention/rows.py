@@ -29,44 +29,54 @@ def head_rows(tokens: int) -> int:
     return max(TILE, pl.next_power_of_2(tokens))
 
 
-def pieces(head_rows: int) -> list[Any]:
-    """A block of rows, cut where the query head changes."""
-    size = min(head_rows, ROWS)
-    return [pl.ds(start, size) for start in range(0, ROWS, size)]
+def pieces(tokens: int) -> list[Any]:
+    """The rows of a block that are copied, cut where the query head changes; a head has ``tokens`` of them."""
+    return [pl.ds(start, min(tokens, ROWS)) for start in range(0, ROWS, head_rows(tokens))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which rows a CTA has: a block of those of a kv head of a sequence, ``head_rows`` for each of ``group`` heads."""
+    """Which rows a CTA has: a block of those of a kv head of a sequence, of ``tokens`` for each of ``group`` heads."""
 
     b: Any
     head: Any
     block: Any
     group: int
-    head_rows: int
+    tokens: int
 
     def pieces(self) -> list[tuple[Any, Any, Any, Any]]:
         """Runs of rows of one query head: rows of the block, tokens and head they stand for, and whether these exist.
 
         What does not exist is read as the last head, and never written.
         """
-        found = []
-        for rows in pieces(self.head_rows):
+        found, each = [], head_rows(self.tokens)
+        for rows in pieces(self.tokens):
             row = self.block * ROWS + rows.start
-            mine = lax.div(row, self.head_rows)
-            tokens = pl.ds(lax.rem(row, self.head_rows), rows.size)
+            mine = lax.div(row, each)
+            tokens = pl.ds(lax.rem(row, each), rows.size)
             found.append((rows, tokens, self.head * self.group + jnp.minimum(mine, self.group - 1), mine < self.group))
         return found
 
 
+def copied_tokens(args: Arguments) -> int:
+    """Tokens that a head has in what the kernel reads and writes: whole tiles, or the only one as it lies.
+
+    Padding one token and taking it out of the result would be two kernels, a tenth of the time. Queries that are
+    multiplied as they lie in shared memory must be in tiles.
+    """
+    T, H = args.q.shape[1], args.q.shape[-1]
+    alone = T == 1 and (H == 128 or _compat.is_fp8(args.k_pages.dtype))
+    return 1 if alone else head_rows(T)
+
+
 def padded(args: Arguments) -> Float[Array, "B R NH"]:
-    """Queries, a row for every token and those that ``head_rows`` adds, heads side by side.
+    """Queries, ``copied_tokens`` rows, heads side by side.
 
     Over 16-bit pages in their dtype; over fp8 pages as they are, for the kernel to split into ``terms``.
     """
     B, T, N, H = args.q.shape
     q = args.q if _compat.is_fp8(args.k_pages.dtype) else args.q.astype(args.k_pages.dtype)
-    return jnp.pad(q.reshape(B, T, N * H), ((0, 0), (0, head_rows(T) - T), (0, 0)))
+    return jnp.pad(q.reshape(B, T, N * H), ((0, 0), (0, copied_tokens(args) - T), (0, 0)))
 
 
 def bounds(args: Arguments, blocks: int) -> tuple[Int[Array, "B blocks 3 R"], Int[Array, "B blocks 4"]]:

@@ -83,12 +83,25 @@ def test_terms_of_a_query_hold_all_bits_of_bfloat16(dtype, count):
     assert (x == 0).all()
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(1, 8), (3, 8), (8, 8), (9, 16), (16, 16), (65, 128)])
-def test_rows_of_a_head_are_its_tokens_and_padding(tokens, rows):
-    call, args = arguments(Geometry(B=4, T=tokens, N=6, K=2, M=4, dtype=E4M3))
+@pytest.mark.parametrize(
+    ("tokens", "H", "dtype", "rows"),
+    [
+        (1, 64, E4M3, 1),
+        (1, 64, BF16, 8),
+        (1, 128, BF16, 1),
+        (1, 256, BF16, 8),
+        (3, 64, E4M3, 8),
+        (8, 128, BF16, 8),
+        (9, 64, BF16, 16),
+        (16, 64, BF16, 16),
+        (65, 64, E4M3, 128),
+    ],
+)
+def test_rows_of_a_head_are_its_tokens_and_padding(tokens, H, dtype, rows):
+    call, args = arguments(Geometry(B=4, T=tokens, N=6, K=2, H=H, M=4, dtype=dtype))
     found = np.asarray(padded(args), np.float32)
-    assert found.shape == (4, rows, 6 * 64)
-    np.testing.assert_array_equal(found[:, :tokens].reshape(4, tokens, 6, 64), np.float32(call.q))
+    assert found.shape == (4, rows, 6 * H)
+    np.testing.assert_array_equal(found[:, :tokens].reshape(4, tokens, 6, H), np.float32(call.q))
     assert (found[:, tokens:] == 0).all()
 
 
@@ -108,15 +121,15 @@ def test_every_item_is_of_one_cta(items, ctas):
     assert sorted(itertools.chain(*mine)) == list(range(items))
 
 
-@pytest.mark.parametrize(("rows", "group"), [(8, 3), (8, 8), (16, 4), (16, 5), (64, 2), (128, 2)])
+@pytest.mark.parametrize(("rows", "group"), [(1, 4), (8, 3), (8, 8), (16, 4), (16, 5), (64, 2), (128, 2)])
 def test_pieces_are_every_row_of_every_head_once(rows, group):
-    written = []
-    for block in range(-(-rows * group // ROWS)):
+    written, each = [], head_rows(rows)
+    for block in range(-(-each * group // ROWS)):
         place = Place(0, 1, jnp.int32(block), group, rows)
         for where, tokens, head, exists in place.pieces():
             assert int(head) < 2 * group  # of kv head 1: read, if not written
             if exists:
-                assert block * ROWS + where.start == (int(head) - group) * rows + int(tokens.start)
+                assert block * ROWS + where.start == (int(head) - group) * each + int(tokens.start)
                 written += [(int(head), int(tokens.start) + i) for i in range(where.size)]
     assert sorted(written) == [(head, token) for head in range(group, 2 * group) for token in range(rows)]
 
