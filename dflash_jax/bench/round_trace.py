@@ -43,11 +43,16 @@ PARTS = (
 OTHER = "other"
 # Where in a program an operation was written, as far as that says of what step it is.
 STEPS = ("write_context", "/draft/", "/verify/", "jit(commit)")
-*_, VERIFY, COMMIT = STEPS
+CONTEXT, _, VERIFY, COMMIT = STEPS
 # Those of a round whose layers may have kernels in common, in their order, with the model of each.
 MODELS = {"/draft/": "/draft/DraftModel", "/verify/": "/verify/TargetModel"}
 DRAFTED = "DraftModel.tokens"  # with which a drafter ends
-OF_LAYERS = re.compile("paged_attention|write_kv|add_norm|swiglu|product")  # how kernels begin that no commit has
+# How kernels of a target's layers begin that what runs after them has not. What the drafter keeps of taps is computed
+# between and after layers.
+OF_LAYERS = {
+    COMMIT: re.compile("paged_attention|write_kv|add_norm|swiglu|product"),
+    CONTEXT: re.compile("paged_attention|add_norm|swiglu"),
+}
 
 
 @dataclass(frozen=True)
@@ -187,7 +192,7 @@ class Scopes:
                 next_step = step
             if step != named:
                 scope = scope.replace(MODELS[named], MODELS[step])
-            elif next_step == COMMIT and OF_LAYERS.match(kernel.name):
+            elif next_step in OF_LAYERS and OF_LAYERS[next_step].match(kernel.name):
                 next_step = VERIFY
             found.append(scope or (next_step if kernel.module else ""))
         return found[::-1]

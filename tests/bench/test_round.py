@@ -321,6 +321,16 @@ def test_kernels_of_layers_are_of_no_commit():
     ]
 
 
+def test_kernels_of_layers_are_not_of_the_context_after_them():
+    names = ["product", "add_norm", "swiglu_kernel", "product", "paged_attention__1", "context", "product", "reduce"]
+    scopes = {"context": "jit(greedy_round)/verify/write_context/norm", "reduce": "jit(greedy_round)/jit(commit)/x"}
+    kernels = [Kernel(name, "jit_round", name, scopes.get(name, ""), i, i + 1) for i, name in enumerate(names)]
+    assert list(map(part_of, kernels, Scopes(kernels).of_all(kernels))) == [
+        *["verify_gemm", "verify_other", "verify_gemm", "verify_gemm", "verify_attention"],
+        *["draft_context", "verify_gemm", "sampling"],
+    ]
+
+
 def test_a_kernel_that_layers_share_is_of_the_step_that_runs_it():
     shared = ("select", "jit(greedy_round)/draft/DraftModel/layers_0.attend/paged_attention/select_n")
 
