@@ -1,9 +1,12 @@
-"""Products of many rows on Hopper, on Pallas' Mosaic GPU backend, for kernels that go on with them on the chip.
+"""Products of more than a few rows on Hopper, on Pallas' Mosaic GPU backend, for kernels that go on with them there.
 
 As many CTAs as there are multiprocessors go from tile to tile of ``x @ weight.T``. Warpgroups:
 
 * one producer starts TMA copies of rows of x and of the weight into a ring in shared memory, tile after tile;
-* two consumers multiply half of the rows of x each by wgmma, and then ``finish`` their part of the tile, in float32.
+* one or two consumers multiply their part of the rows of x by wgmma, and then ``finish`` it, in float32.
+
+Where the inputs are split, the CTAs of a cluster take a part of them each, for one tile, and send each other their sums
+of the columns that the other has, through shared memory.
 
 Copies from beyond the ends of x and of the weight bring zeros; what is copied to beyond the end of a result is dropped.
 """
@@ -23,8 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat
 from pallas_kernels.shared_memory import tiled
 
-CONSUMERS = 2
-STEP = 128  # bytes of a row that a step reads: as wide as TMA swizzles
+STEP = 128  # bytes of a row that a step reads, or a multiple: as wide as TMA swizzles
 ALIGNED = 8  # rows, of which arrays that are copied hold multiples
 BAND = 8  # blocks of rows that are taken together, so that what CTAs read at a time stays in L2
 _SHARED_MEMORY = 225 * 1024  # bytes of a CTA, less 2 KiB for barriers and alignment
@@ -32,20 +34,40 @@ _SHARED_MEMORY = 225 * 1024  # bytes of a CTA, less 2 KiB for barriers and align
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What a CTA computes at a time: rows of x by rows of the weight, ``columns``, and the bytes it needs for more."""
+    """What a CTA computes at a time: rows of x by rows of the weight, ``columns``, and the bytes it needs for more.
+
+    Of a cluster of ``splits`` CTAs, each takes a part of the inputs, and in the end of the columns.
+    """
 
     rows: int
     columns: int
     more: int
+    consumers: int = 2
+    step: int = STEP
+    splits: int = 1
 
     @property
     def stages(self) -> int:
         """Steps that the ring holds."""
-        return (_SHARED_MEMORY - self.more) // ((self.rows + self.columns) * STEP)
+        return (_SHARED_MEMORY - self.more - self._parts) // ((self.rows + self.columns) * self.step)
+
+    @property
+    def _parts(self) -> int:
+        """Bytes of the others' sums."""
+        return 4 * self.rows * self.columns * (self.splits - 1) // self.splits
+
+    @property
+    def width(self) -> int:
+        """Columns that a CTA finishes."""
+        return self.columns // self.splits
+
+    def depth(self, dtype: Any) -> int:
+        """Inputs of a step."""
+        return self.step // jnp.dtype(dtype).itemsize
 
     @property
     def traffic(self) -> int:
-        """Bytes that a step moves to shared memory and from it, whose speed binds wgmma with tiles of this size.
+        """Bytes that ``STEP`` moves to shared memory and from it, whose speed binds wgmma with tiles of this size.
 
         A wgmma reads its 64 rows and all columns.
         """
@@ -54,7 +76,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a product is cut: ``blocks`` of rows of x by ``pieces`` of the weight, and ``steps`` along the inputs."""
+    """How a product is cut: ``blocks`` of rows of x by ``pieces`` of the weight, and ``steps`` along a CTA's inputs."""
 
     tile: Tile
     blocks: int
@@ -67,18 +89,28 @@ class Plan:
         return self.blocks * self.pieces
 
     @property
+    def _most(self) -> int:
+        """Tiles that the card takes at a time."""
+        return _compat.sm_count() // self.tile.splits
+
+    @property
     def ctas(self) -> int:
-        """That the kernel is launched with."""
-        return min(_compat.sm_count(), self.count)
+        """That the kernel is launched with; clusters, where inputs are split."""
+        return min(self._most, self.count)
+
+    @property
+    def is_one_round(self) -> bool:
+        """Whether no CTA has more than one tile."""
+        return self.ctas == self.count
 
     @property
     def cost(self) -> int:
         """Bytes by which the CTA with most tiles is busy."""
-        return pl.cdiv(self.count, self.ctas) * self.tile.traffic
+        return pl.cdiv(self.count, self.ctas) * self.tile.traffic * self.steps * self.tile.step // STEP
 
     def fill(self, rows: int, columns: int) -> float:
         """The part of what the card could compute meanwhile that is asked for."""
-        room = pl.cdiv(self.count, _compat.sm_count()) * _compat.sm_count() * self.tile.rows * self.tile.columns
+        room = pl.cdiv(self.count, self._most) * self._most * self.tile.rows * self.tile.columns
         return rows * columns / room
 
     def place(self, i: Any, blocks: Any) -> tuple[Any, Any]:
@@ -95,8 +127,16 @@ def best(plans: Iterable[Plan]) -> Plan:
 
 def own_rows(tile: Tile, me: Any) -> Any:
     """The rows of a tile that are a consumer's."""
-    each = tile.rows // CONSUMERS
+    each = tile.rows // tile.consumers
     return pl.ds(me * each, each)
+
+
+def own_columns(plan: Plan, piece: Any) -> Any:
+    """The columns of a piece that a CTA finishes."""
+    start = piece * plan.tile.columns
+    if plan.tile.splits > 1:
+        start += lax.axis_index("member") * plan.tile.width
+    return pl.ds(start, plan.tile.width)
 
 
 def launch(
@@ -111,27 +151,38 @@ def launch(
       scratch: what it wants beside the ring.
       copies: that bring a step's part of the weight.
     """
+    tile = plan.tile
+    cluster: dict[str, Any] = {}
+    if tile.splits > 1:
+        assert plan.is_one_round, "the others' sums have one place, which is never given back"
+        cluster = {"cluster": (tile.splits,), "cluster_names": ("member",)}
     return plgpu.kernel(
         kernel,
         out_type=outputs,
         grid=(plan.ctas,),
         grid_names=("cta",),
-        num_threads=CONSUMERS + 1,
+        num_threads=tile.consumers + 1,
         thread_name="warpgroup",
         scratch_types=scratch
         | {
-            "full": plgpu.Barrier(num_barriers=plan.tile.stages, num_arrivals=1 + copies),
-            "empty": plgpu.Barrier(num_barriers=plan.tile.stages, num_arrivals=CONSUMERS),
+            "full": plgpu.Barrier(num_barriers=tile.stages, num_arrivals=1 + copies),
+            "empty": plgpu.Barrier(num_barriers=tile.stages, num_arrivals=tile.consumers),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        **cluster,
     )
 
 
 def ring(plan: Plan, dtype: Any) -> dict[str, Any]:
-    """The scratch of the ring."""
-    depth = STEP // jnp.dtype(dtype).itemsize
-    rows, columns, stages = plan.tile.rows, plan.tile.columns, plan.tile.stages
-    return {"x_s": tiled((stages, rows, depth), dtype), "weight_s": tiled((stages, columns, depth), dtype)}
+    """The scratch of the ring, and of the others' sums."""
+    tile = plan.tile
+    depth = tile.depth(dtype)
+    scratch: dict[str, Any] = {"x_s": tiled((tile.stages, tile.rows, depth), dtype)}
+    scratch["weight_s"] = tiled((tile.stages, tile.columns, depth), dtype)
+    if (others := tile.splits - 1) > 0:
+        scratch["parts_s"] = tiled((tile.consumers, others, tile.rows // tile.consumers, tile.width), jnp.float32)
+        scratch["arrived"] = plgpu.Barrier(num_arrivals=tile.consumers * others)
+    return scratch
 
 
 def multiply(
@@ -155,11 +206,11 @@ def multiply(
       enter: what the producer does at the start of a tile, given how many the CTA had before and the piece.
       length: rows that are wanted, the first so many; None is all.
     """
-    cta, me = lax.axis_index("cta"), lax.axis_index("warpgroup")
+    cta, me, consumers = lax.axis_index("cta"), lax.axis_index("warpgroup"), plan.tile.consumers
     blocks = plan.blocks if length is None else lax.div(length + plan.tile.rows - 1, plan.tile.rows)
     count = pl.cdiv(blocks * plan.pieces - cta, plan.ctas)
 
-    @pl.when(me == CONSUMERS)
+    @pl.when(me == consumers)
     def _():
         plgpu.set_max_registers(40, action="decrease")
 
@@ -171,7 +222,7 @@ def multiply(
 
         lax.fori_loop(0, count, produce, None)
 
-    @pl.when(me < CONSUMERS)
+    @pl.when(me < consumers)
     def _():
         plgpu.set_max_registers(232, action="increase")
 
@@ -186,9 +237,10 @@ def multiply(
 def _produce(x: Any, rows: Any, first: Any, plan: Plan, fetch: Callable[..., None], s: dict[str, Any]) -> None:
     """The steps of a tile into the ring, as slots come free."""
     depth = s["x_s"].shape[-1]
+    start = lax.axis_index("member") * plan.steps if plan.tile.splits > 1 else 0
 
     def step(k: Any, nothing: None) -> None:
-        slot, inputs = lax.rem(first + k, plan.tile.stages), pl.ds(k * depth, depth)
+        slot, inputs = lax.rem(first + k, plan.tile.stages), pl.ds((start + k) * depth, depth)
 
         @pl.when(first + k >= plan.tile.stages)
         def _():
@@ -201,7 +253,7 @@ def _produce(x: Any, rows: Any, first: Any, plan: Plan, fetch: Callable[..., Non
 
 
 def _consume(first: Any, me: Any, plan: Plan, s: dict[str, Any]) -> jax.Array:
-    """The products of a consumer's rows of a tile.
+    """The products of a consumer's rows of a tile, where inputs are split of its CTA's columns.
 
     A slot is given back when the product after its own has begun, so that the tensor cores never wait for that.
     """
@@ -223,4 +275,25 @@ def _consume(first: Any, me: Any, plan: Plan, s: dict[str, Any]) -> jax.Array:
 
     products = pl.run_scoped(run, plgpu.ACC((mine.size, plan.tile.columns), jnp.float32))
     plgpu.barrier_arrive(s["empty"].at[lax.rem(first + plan.steps - 1, stages)])
-    return products
+    return _summed(products, me, plan.tile, s) if plan.tile.splits > 1 else products
+
+
+def _summed(products: jax.Array, me: Any, tile: Tile, s: dict[str, Any]) -> jax.Array:
+    """What all CTAs of a cluster have of this one's columns; the others are sent theirs."""
+    member = lax.axis_index("member")
+    parts = [products[:, peer * tile.width :][:, : tile.width] for peer in range(tile.splits)]
+    for peer, part in enumerate(parts):
+        place = jnp.where(member < peer, member, member - 1)  # among those who send something to this peer
+
+        @pl.when(member != peer)
+        def _(peer: int = peer, part: jax.Array = part, place: Any = place) -> None:
+            plgpu.async_store_smem(
+                part, s["parts_s"].at[me, place], s["arrived"], cluster_idx=jnp.int32(peer), cluster_dim="member"
+            )
+
+    own = parts[0]
+    for peer, part in enumerate(parts[1:], 1):
+        own = jnp.where(lax.broadcast_in_dim(member == peer, own.shape, ()), part, own)
+    plgpu.barrier_wait(s["arrived"])
+    others = [_compat.smem_load(s["parts_s"].at[me, i], plgpu.Layout.WGMMA) for i in range(tile.splits - 1)]
+    return sum(others, own)

@@ -36,7 +36,13 @@ def tokens_of(x: Any) -> int:
 
 def is_fastest(x: Any, weight: Any) -> bool:
     """Whether such products are faster here than XLA's, by the measurements in product/BENCH.md."""
-    return 0 < tokens_of(x) <= MOST_TOKENS and weight.size * weight.dtype.itemsize >= LEAST_BYTES
+    return 0 < tokens_of(x) <= MOST_TOKENS and is_large(weight)
+
+
+def is_large(weight: Any) -> bool:
+    """Whether it is as large as those that were measured."""
+    least = LEAST_BYTES // 2 if weight.dtype == jnp.float8_e4m3fn else LEAST_BYTES
+    return bool(weight.size * weight.dtype.itemsize >= least)
 
 
 def refusal(x: Any, width: int, rows: int, config: Config) -> str | None:

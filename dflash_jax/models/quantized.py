@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn
 
 from dflash_jax.config import DraftConfig
 from dflash_jax.models.tables import PROJECTIONS, Parameter, build, checkpoint_table, output_axes, parameters_of
-from pallas_kernels import quantize_gated, quantize_rows
+from pallas_kernels import product, quantize_gated, quantize_rows
 
 QUANTIZED = (*PROJECTIONS, "lm_head")
 
@@ -61,13 +61,13 @@ class Quantized:
 
         The product of e4m3 numbers is in bfloat16 for that dtype, else in float32: in float16 it would be infinite.
         """
+        implementation: Literal["reference"] | None = None if self.is_whole else "reference"
         if not isinstance(x, Quantized):
-            x = Quantized(*quantize_rows(x, implementation=None if self.is_whole else "reference"))
-        *tokens, width = x.shape
-        rows, matrix = x.values.reshape(-1, width), self.values.reshape(-1, width)
+            x = Quantized(*quantize_rows(x, implementation=implementation))
+        matrix = self.values.reshape(-1, x.shape[-1])
         kept = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-        raw = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), preferred_element_type=kept)
-        return raw.reshape(*tokens, -1), x.scales, self.scales.reshape(-1)
+        raw = product(x.values, matrix, kept, implementation=implementation)
+        return raw, x.scales, self.scales.reshape(-1)
 
     def gated_product(self, x: Float[Array, "*T D"]) -> Quantized:
         """Hidden units of an MLP, silu(gate) * up, for a weight [E, 2, I, D] of both, on one device."""

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat, products
 from pallas_kernels.largest_product.reference import largest
-from pallas_kernels.products import ALIGNED, CONSUMERS, Plan, Tile
+from pallas_kernels.products import ALIGNED, Plan, Tile
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
 TILES = tuple(
@@ -91,7 +91,7 @@ def largest_product(
         *others, value, index = refs
         _largest(x, weight, value, index, plan=plan, **dict(zip(given, others, strict=True)), **scratch)
 
-    shape = (CONSUMERS, plan.tile.rows // CONSUMERS)
+    shape = (plan.tile.consumers, plan.tile.rows // plan.tile.consumers)
     scratch = products.ring(plan, x.dtype)
     scratch |= {"value_s": plgpu.SMEM(shape, jnp.float32), "index_s": plgpu.SMEM(shape, jnp.int32)}
     if scales is not None:

@@ -1,35 +1,38 @@
-"""The product of activations with a weight, for few tokens by a kernel of our own."""
+"""The product of activations with a weight, for few tokens by kernels of our own."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 
 from pallas_kernels import _compat
-from pallas_kernels.product import reference, triton
+from pallas_kernels.product import mosaic, reference, triton
 
 __all__ = ["product"]
 
-Implementation = Literal["triton", "reference"]
+Implementation = Literal["mosaic", "triton", "reference"]
 
 
 def product(
     x: Float[Array, "*T D"],
     weight: Float[Array, "O D"],
+    dtype: DTypeLike | None = None,
     *,
     implementation: Implementation | None = None,
     interpret: bool = False,
 ) -> Float[Array, "*T O"]:
-    """``x @ weight.T`` of any number of tokens (any leading axes), summed in float32, in x's dtype.
+    """``x @ weight.T`` of any number of tokens (any leading axes), summed in float32.
 
     Args:
-      x: what goes in; bf16 or f16 (f32: reference only, which keeps it float32 on every device, without TF32).
+      x: what goes in; bf16, f16 or, but for Triton, e4m3 (f32: reference only, which keeps it float32 on every device,
+        without TF32).
       weight: like x.
-      implementation: ``"triton"``, for up to 16 tokens, or ``"reference"``, which leaves it to XLA; None picks the
-        faster. Only the reference can be differentiated, and split by XLA over several devices; the kernel wants a
-        ``shard_map`` around it there.
+      dtype: of the result; None is x's.
+      implementation: ``"triton"``, for up to 16 tokens, ``"mosaic"``, for some more, or ``"reference"``, which leaves
+        it to XLA; None picks the fastest. Only the reference can be differentiated, and split by XLA over several
+        devices; the kernels want a ``shard_map`` around them there.
       interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
 
     Raises:
@@ -41,17 +44,22 @@ def product(
     if x.dtype != weight.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x and weight must be floating, and of one dtype; got {x.dtype} and {weight.dtype}")
     match implementation or _fastest(x, weight, interpret):
+        case "mosaic":
+            return mosaic.product(x, weight, dtype or x.dtype)
         case "triton":
-            return triton.product(x, weight, interpret=interpret)
+            return triton.product(x, weight, dtype or x.dtype, interpret=interpret)
         case "reference":
-            return reference.product(x, weight)
+            return reference.product(x, weight, dtype or x.dtype)
         case other:
-            raise ValueError(f"implementation must be 'triton', 'reference' or None; got {other!r}")
+            raise ValueError(f"implementation must be 'mosaic', 'triton', 'reference' or None; got {other!r}")
 
 
 def _fastest(x: Any, weight: Any, interpret: bool) -> Implementation:
     if interpret:
         return "triton"
     capability = _compat.compute_capability()
-    able = capability is not None and capability[0] == 9 and triton.refusal(x, weight) is None
-    return "triton" if able and triton.is_fastest(x, weight) else "reference"
+    if capability is None or capability[0] != 9:
+        return "reference"
+    if mosaic.refusal(x, weight) is None and mosaic.is_fastest(x, weight):
+        return "mosaic"
+    return "triton" if triton.refusal(x, weight) is None and triton.is_fastest(x, weight) else "reference"

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 
 from pallas_kernels import _compat, streams
 from pallas_kernels.streams import Config, is_fastest
@@ -26,22 +26,27 @@ def refusal(x: Any, weight: Any) -> str | None:
     return streams.refusal(x, weight.shape[1], len(weight), default_config(weight))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("dtype", "config", "interpret"))
 def product(
-    x: Float[Array, "*T D"], weight: Float[Array, "O D"], *, config: Config | None = None, interpret: bool = False
+    x: Float[Array, "*T D"],
+    weight: Float[Array, "O D"],
+    dtype: DTypeLike | None = None,
+    *,
+    config: Config | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "*T O"]:
     """See ``pallas_kernels.product``."""
     config = config or default_config(weight)
     if reason := streams.refusal(x, weight.shape[1], len(weight), config):
         raise NotImplementedError(reason)
-    tokens, rows = streams.tokens_of(x), len(weight)
+    tokens, rows, dtype = streams.tokens_of(x), len(weight), dtype or x.dtype
     if tokens == 0:
-        return jnp.zeros((*x.shape[:-1], rows), x.dtype)
+        return jnp.zeros((*x.shape[:-1], rows), dtype)
     operands = _compat.vary_alike(x.reshape(tokens, -1), weight)
     [out] = _compat.triton_call(
         functools.partial(_product, config=config),
         grid=(rows // config.rows,),
-        out_shape=[_compat.out_like((tokens, rows), x.dtype, operands[0])],
+        out_shape=[_compat.out_like((tokens, rows), dtype, operands[0])],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,

@@ -17,15 +17,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import _compat, products
-from pallas_kernels.products import ALIGNED, CONSUMERS, Plan, Tile
+from pallas_kernels import _compat, products, streams
+from pallas_kernels.products import ALIGNED, STEP, Plan, Tile
 from pallas_kernels.shared_memory import tiled
 
-DEPTH = products.STEP // 2  # inputs of a step
+DEPTH = STEP // 2  # inputs of a step, or half of them
+MOST_OF_FEW, LEAST_OF_MANY = 128, 512  # tokens
 UNITS = 32  # hidden units, of which results are copied in multiples
 TILES = tuple(
-    Tile(tokens, 2 * units, more=2 * tokens * units)
+    Tile(tokens, 2 * units, 2 * tokens * units)
     for tokens, units in ((256, 96), (256, 64), (128, 128), (128, 96), (128, 64))
+)
+TILES_OF_64 = tuple(
+    Tile(64, 2 * units, 2 * 64 * units, consumers=1, step=step)
+    for step in (2 * STEP, STEP)
+    for units in (128, 96, 64, 32)
 )
 
 
@@ -44,22 +50,27 @@ def refusal(x: Any, weight: Any) -> str | None:
 def is_fastest(x: Any, weight: Any) -> bool:
     """Whether this call is faster here than XLA's product and activation, by the measurements in BENCH.md.
 
-    With fewer tokens XLA reads weights as fast, and begins before the kernel ahead has ended.
+    Between few and many tokens XLA is as fast. Of few, which wait for the weight, there may be less than a tile has.
     """
-    tokens, columns = x.size // x.shape[-1], 2 * weight.shape[0] * weight.shape[2]
-    return tokens >= 512 and best_plan(x, weight).fill(tokens, columns) >= 0.95
+    tokens, plan = streams.tokens_of(x), best_plan(x, weight)
+    if streams.MOST_TOKENS < tokens <= MOST_OF_FEW and streams.is_large(weight):
+        tokens = plan.blocks * plan.tile.rows
+    elif tokens < LEAST_OF_MANY:
+        return False
+    return plan.fill(tokens, 2 * weight.shape[0] * weight.shape[2]) >= 0.95
 
 
 def best_plan(x: Any, weight: Any) -> Plan:
     """The best of all plans for a call."""
-    return products.best(plan_of(tile, x, weight) for tile in TILES)
+    tiles = TILES_OF_64 if streams.tokens_of(x) <= 64 else TILES
+    return products.best(plan_of(tile, x, weight) for tile in tiles if weight.shape[3] % tile.depth(x.dtype) == 0)
 
 
 def plan_of(tile: Tile, x: Any, weight: Any) -> Plan:
     """The plan of a call with such tiles."""
     parts, _, units, width = weight.shape
     pieces = parts * pl.cdiv(units, tile.columns // 2)
-    return Plan(tile, pl.cdiv(x.size // width, tile.rows), pieces, width // DEPTH)
+    return Plan(tile, pl.cdiv(x.size // width, tile.rows), pieces, width // tile.depth(x.dtype))
 
 
 @functools.partial(jax.jit, static_argnames="tile")
@@ -80,7 +91,8 @@ def swiglu(
     def swiglu_kernel(*refs: Any, **scratch: Any) -> None:
         _swiglu(*refs, plan=plan, **scratch)
 
-    out_s = tiled((CONSUMERS, plan.tile.rows // CONSUMERS, plan.tile.columns // 2), x.dtype, row=units)
+    own = plan.tile.rows // plan.tile.consumers
+    out_s = tiled((plan.tile.consumers, own, plan.tile.columns // 2), x.dtype, row=units)
     scratch = products.ring(plan, x.dtype) | {"out_s": out_s}
     output = _compat.out_like((len(rows), parts, units), x.dtype, operands[0])
     (out,) = products.launch(swiglu_kernel, plan, [output], scratch, copies=2)(*operands)

@@ -15,7 +15,7 @@ from dflash_jax.models.parallel import Devices, project_swiglu
 from pallas_kernels import _compat, swiglu
 from pallas_kernels.products import Plan
 from pallas_kernels.swiglu import mosaic
-from pallas_kernels.swiglu.mosaic import TILES, best_plan
+from pallas_kernels.swiglu.mosaic import TILES, TILES_OF_64, best_plan
 from tests.kernels.cases import BF16, F32, cuda_lowering, mesh_of
 
 F16 = jnp.float16
@@ -52,19 +52,20 @@ def test_reference(tokens, dtype, most):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.rows}x{tile.columns}")
+@pytest.mark.parametrize("tile", TILES + TILES_OF_64, ids=lambda tile: f"{tile.rows}x{tile.columns}x{tile.step}")
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 @pytest.mark.parametrize(
-    ("tokens", "shape"),
+    ("tokens", "parts", "units", "steps"),
     [
-        ((256,), (2, 2, 192, 512)),  # whole tiles
-        ((3, 100), (3, 2, 160, 128)),  # neither tokens nor units fill theirs
-        ((7,), (1, 2, 32, 64)),  # one step, padded
-        ((2, 1040), (16, 2, 96, 192)),  # more tiles than multiprocessors, and two bands of them
+        ((256,), 2, 192, 8),  # whole tiles
+        ((3, 100), 3, 160, 2),  # neither tokens nor units fill theirs
+        ((7,), 1, 32, 1),  # one step, padded
+        ((2, 1040), 16, 96, 3),  # more tiles than multiprocessors, and two bands of them
     ],
     ids=str,
 )
-def test_kernel(tile, tokens, shape, dtype):
+def test_kernel(tile, tokens, parts, units, steps, dtype):
+    shape = (parts, 2, units, steps * tile.depth(dtype))
     x, weight = operands(tokens, shape, dtype)
     found = mosaic.swiglu(x, weight, tile=tile)
     assert (found.dtype, found.shape) == (dtype, (*tokens, shape[0] * shape[2]))
@@ -85,11 +86,11 @@ def shapes(tokens, weight, dtype=BF16):
     return jax.ShapeDtypeStruct((*tokens, weight[-1]), dtype), jax.ShapeDtypeStruct(weight, dtype)
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(128, 128), (256, 256), (1024, 256), (8192, 256)])
+@pytest.mark.parametrize(("tokens", "rows"), [(20, 64), (64, 64), (128, 128), (256, 256), (1024, 256), (8192, 256)])
 def test_tiles_of_qwen3_8b_fill_the_card(tokens, rows):
     plan = best_plan(*shapes((tokens,), QWEN3_8B))
     assert (plan.tile.rows, plan.tile.columns) == (rows, 2 * 96)
-    assert plan.fill(tokens, 24576) > 0.96
+    assert plan.fill(plan.blocks * rows, 24576) > 0.96
 
 
 def test_every_tile_has_its_place():
@@ -98,7 +99,7 @@ def test_every_tile_has_its_place():
     assert found == {(block, piece) for block in range(19) for piece in range(6)}
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.rows}x{tile.columns}")
+@pytest.mark.parametrize("tile", TILES + TILES_OF_64, ids=lambda tile: f"{tile.rows}x{tile.columns}x{tile.step}")
 def test_lowers(tile):
     for tokens, weight in (((16, 16), QWEN3_8B), ((3, 5), (3, 2, 160, 64))):
         f = functools.partial(mosaic.swiglu, tile=tile)
@@ -109,6 +110,8 @@ def test_lowers(tile):
     ("capability", "tokens", "dtype", "kernel"),
     [
         ((9, 0), (64, 16), BF16, True),
+        ((9, 0), (4, 16), BF16, True),
+        ((9, 0), (7, 16), BF16, True),
         ((9, 0), (64, 16), F32, False),
         ((9, 0), (16, 16), BF16, False),  # XLA is as fast
         ((9, 0), (66, 16), BF16, False),  # a fifth block of tokens, nearly empty
