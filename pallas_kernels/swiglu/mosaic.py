@@ -52,12 +52,12 @@ def is_fastest(x: Any, weight: Any) -> bool:
 
     Between few and many tokens XLA is as fast. Of few, which wait for the weight, there may be less than a tile has.
     """
-    tokens, plan = streams.tokens_of(x), best_plan(x, weight)
-    if streams.MOST_TOKENS < tokens <= MOST_OF_FEW and streams.is_large(weight):
-        tokens = plan.blocks * plan.tile.rows
-    elif tokens < LEAST_OF_MANY:
+    tokens = streams.tokens_of(x)
+    few = streams.MOST_TOKENS < tokens <= MOST_OF_FEW and streams.is_large(weight)
+    if not few and tokens < LEAST_OF_MANY:
         return False
-    return plan.fill(tokens, 2 * weight.shape[0] * weight.shape[2]) >= 0.95
+    plan = best_plan(x, weight)
+    return plan.fill(plan.blocks * plan.tile.rows if few else tokens, 2 * weight.shape[0] * weight.shape[2]) >= 0.95
 
 
 def best_plan(x: Any, weight: Any) -> Plan:

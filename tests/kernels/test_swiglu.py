@@ -112,6 +112,7 @@ def test_lowers(tile):
         ((9, 0), (64, 16), BF16, True),
         ((9, 0), (4, 16), BF16, True),
         ((9, 0), (7, 16), BF16, True),
+        ((9, 0), (0, 16), BF16, False),
         ((9, 0), (64, 16), F32, False),
         ((9, 0), (16, 16), BF16, False),  # XLA is as fast
         ((9, 0), (66, 16), BF16, False),  # a fifth block of tokens, nearly empty
@@ -155,6 +156,7 @@ def test_wrong_arguments_are_named(change, message):
 def test_no_tokens():
     x, weight = operands((2, 0), (1, 2, 32, 64))
     assert mosaic.swiglu(x, weight).shape == (2, 0, 32)
+    assert swiglu(x, weight).shape == (2, 0, 32)
 
 
 def test_sharded_lowering_knows_what_varies():
