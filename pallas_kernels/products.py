@@ -36,7 +36,7 @@ _SHARED_MEMORY = 225 * 1024  # bytes of a CTA, less 2 KiB for barriers and align
 class Tile:
     """What a CTA computes at a time: rows of x by rows of the weight, ``columns``, and the bytes it needs for more.
 
-    Of a cluster of ``splits`` CTAs, each takes a part of the inputs, and in the end of the columns.
+    Each CTA of a cluster of ``splits`` multiplies a part of the inputs, and finishes a part of the columns.
     """
 
     rows: int
@@ -94,19 +94,19 @@ class Plan:
         return _compat.sm_count() // self.tile.splits
 
     @property
-    def ctas(self) -> int:
-        """That the kernel is launched with; clusters, where inputs are split."""
+    def clusters(self) -> int:
+        """That the kernel is launched with, of a CTA each where inputs are not split."""
         return min(self._most, self.count)
 
     @property
     def is_one_round(self) -> bool:
         """Whether no CTA has more than one tile."""
-        return self.ctas == self.count
+        return self.clusters == self.count
 
     @property
     def cost(self) -> int:
         """Bytes by which the CTA with most tiles is busy."""
-        return pl.cdiv(self.count, self.ctas) * self.tile.traffic * self.steps * self.tile.step // STEP
+        return pl.cdiv(self.count, self.clusters) * self.tile.traffic * self.steps * self.tile.step // STEP
 
     def fill(self, rows: int, columns: int) -> float:
         """The part of what the card could compute meanwhile that is asked for."""
@@ -159,7 +159,7 @@ def launch(
     return plgpu.kernel(
         kernel,
         out_type=outputs,
-        grid=(plan.ctas,),
+        grid=(plan.clusters,),
         grid_names=("cta",),
         num_threads=tile.consumers + 1,
         thread_name="warpgroup",
@@ -208,14 +208,14 @@ def multiply(
     """
     cta, me, consumers = lax.axis_index("cta"), lax.axis_index("warpgroup"), plan.tile.consumers
     blocks = plan.blocks if length is None else lax.div(length + plan.tile.rows - 1, plan.tile.rows)
-    count = pl.cdiv(blocks * plan.pieces - cta, plan.ctas)
+    count = pl.cdiv(blocks * plan.pieces - cta, plan.clusters)
 
     @pl.when(me == consumers)
     def _():
         plgpu.set_max_registers(40, action="decrease")
 
         def produce(i: Any, nothing: None) -> None:
-            block, piece = plan.place(cta + i * plan.ctas, blocks)
+            block, piece = plan.place(cta + i * plan.clusters, blocks)
             enter(i, piece)
             rows = pl.ds(block * plan.tile.rows, plan.tile.rows)
             _produce(x, rows, i * plan.steps, plan, lambda *where: fetch(piece, *where), s)
@@ -228,7 +228,7 @@ def multiply(
 
         def consume(i: Any, nothing: None) -> None:
             products = _consume(i * plan.steps, me, plan, s)
-            finish(products, i, *plan.place(cta + i * plan.ctas, blocks), me)
+            finish(products, i, *plan.place(cta + i * plan.clusters, blocks), me)
 
         lax.fori_loop(0, count, consume, None)
         plgpu.wait_smem_to_gmem(0)

@@ -13,6 +13,8 @@ from dflash_jax.checkpoint.loader import load_params
 from dflash_jax.engine import engine as engine_module
 from dflash_jax.models.linear import logits_of, project
 from dflash_jax.models.quantized import QUANTIZED, Quantized, to_e4m3
+from pallas_kernels import _compat
+from tests.kernels.cases import cuda_lowering
 from tests.pairs import (
     DRAFT,
     TARGET,
@@ -89,6 +91,25 @@ def test_products_are_those_of_the_numbers_that_are_left(outer, inner, dtype):
     off = np.abs(np.asarray(found, np.float64) - exact - product(wide, weight))
     assert (off <= 2.1 * HALF_ULP * spread + 1e-3 * norms + rounding).all()
     assert off.max() > 0
+
+
+def test_products_of_large_numbers_are_finite_in_float16():
+    """Before they are scaled those of 64 ones are 64 * 448 * 448."""
+    found = project(jnp.ones((1, 2, 64), jnp.float16), quantized(np.ones((3, 64), np.float32), 1))
+    assert found.dtype == jnp.float16
+    np.testing.assert_array_equal(found, np.full((1, 2, 3), 64))
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_only_weights_of_one_device_go_to_kernels(monkeypatch, is_whole):
+    monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
+
+    def call(x, values, scales):
+        return Quantized(values, scales, is_whole).product(x, jnp.bfloat16)
+
+    given = [((64, 4096), jnp.bfloat16), ((4096, 4096), jnp.float8_e4m3fn), ((4096,), jnp.float32)]
+    text = cuda_lowering(call, *(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in given))
+    assert ("mosaic_gpu" in text, "xla.gpu.triton" in text) == (is_whole, is_whole)
 
 
 def test_logits_are_float32():

@@ -47,8 +47,8 @@ CONTEXT, _, VERIFY, COMMIT = STEPS
 # Those of a round whose layers may have kernels in common, in their order, with the model of each.
 MODELS = {"/draft/": "/draft/DraftModel", "/verify/": "/verify/TargetModel"}
 DRAFTED = "DraftModel.tokens"  # with which a drafter ends
-# How kernels of a target's layers begin that what runs after them has not. What the drafter keeps of taps is computed
-# between and after layers.
+# By the step of what runs next, how kernels begin that it never has: they are of the target's layers before it. A
+# drafter's context is computed between and after them.
 OF_LAYERS = {
     COMMIT: re.compile("paged_attention|write_kv|add_norm|swiglu|product"),
     CONTEXT: re.compile("paged_attention|add_norm|swiglu"),

@@ -177,9 +177,9 @@ def _by_head(x: Array, args: Arguments) -> Array:
 def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
     H, S, dtype, consumers = args.q.shape[-1], args.page_size, args.k_pages.dtype, config.consumers
     slots, wide, tokens = consumers * config.stages, consumers * config.wide, copied_tokens(args)
-    rows: Any = plgpu.SMEM if tokens < TILE else tiled  # no fewer rows than a tile's can be copied to tiles
+    of_rows: Any = plgpu.SMEM if tokens < TILE else tiled  # no fewer rows than a tile's can be copied to tiles
     scratch = {
-        "q_s": tiled((terms(dtype) * ROWS, H), dtype) if wide else rows((ROWS, H), dtype),
+        "q_s": tiled((terms(dtype) * ROWS, H), dtype) if wide else of_rows((ROWS, H), dtype),
         "bounds_s": plgpu.SMEM((3, ROWS), jnp.int32),
         "k_s": tiled((slots, S, H), dtype),
         "v_s": tiled((slots, S, H), dtype),
@@ -192,10 +192,10 @@ def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
         scratch["acc_s"] = tiled((consumers, ROWS, H // consumers), jnp.float32)
         scratch |= {name: plgpu.Barrier(num_arrivals=consumers) for name in ("given", "free")}
     if config.splits == 1:
-        scratch["out_s"] = rows((consumers, ROWS, H // consumers), args.q.dtype)
+        scratch["out_s"] = of_rows((consumers, ROWS, H // consumers), args.q.dtype)
     if wide:
         scratch |= {"q_ready": plgpu.Barrier(), "factor_s": plgpu.SMEM((ROWS,), jnp.float32)}
-        scratch["rows_s"] = rows((ROWS, H), args.q.dtype)
+        scratch["rows_s"] = of_rows((ROWS, H), args.q.dtype)
         scratch["wide_s"] = tiled((wide, S, H), args.compute_dtype)
         scratch |= {name: plgpu.Barrier(num_barriers=wide) for name in ("wide_full", "wide_empty")}
     return scratch

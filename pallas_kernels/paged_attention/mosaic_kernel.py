@@ -197,7 +197,8 @@ def _consume(work: Work, me: Any, bounds: tuple[jax.Array, jax.Array], scores_sc
     queries = [s["q_s"].at[pl.ds(term * ROWS, ROWS)] for term in range(s["q_s"].shape[0] // ROWS)]
     if held := _held(config, H):
         layout = plgpu.Layout.WGMMA_8BIT if config.wide else plgpu.Layout.WGMMA
-        queries = [_compat.smem_load(q, layout, optimized=False) for q in queries]  # rows in no tiles meet conflicts
+        tiles = config.wide > 0 or work.shape.tokens > 1  # rows in none meet conflicts
+        queries = [_compat.smem_load(q, layout, optimized=tiles) for q in queries]
 
     def products(i: Any) -> jax.Array:
         slot = work.slot(i, config.stages)[0]

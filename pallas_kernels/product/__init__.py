@@ -29,10 +29,10 @@ def product(
       x: what goes in; bf16, f16 or, but for Triton, e4m3 (f32: reference only, which keeps it float32 on every device,
         without TF32).
       weight: like x.
-      dtype: of the result; None is x's.
-      implementation: ``"triton"``, for up to 16 tokens, ``"mosaic"``, for some more, or ``"reference"``, which leaves
-        it to XLA; None picks the fastest. Only the reference can be differentiated, and split by XLA over several
-        devices; the kernels want a ``shard_map`` around them there.
+      dtype: of the result, from Mosaic bf16, f16 or f32; None is x's.
+      implementation: ``"triton"``, for up to 16 tokens, ``"mosaic"``, picked for 64 to 256, or ``"reference"``,
+        which leaves it to XLA; None picks the fastest. Only the reference can be differentiated, and split by XLA
+        over several devices; the kernels want a ``shard_map`` around them there.
       interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
 
     Raises:
@@ -43,7 +43,7 @@ def product(
         raise ValueError(f"x must be [*T, D] and weight [O, D]; got {list(x.shape)} and {list(weight.shape)}")
     if x.dtype != weight.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x and weight must be floating, and of one dtype; got {x.dtype} and {weight.dtype}")
-    match implementation or _fastest(x, weight, interpret):
+    match implementation or _fastest(x, weight, dtype or x.dtype, interpret):
         case "mosaic":
             return mosaic.product(x, weight, dtype or x.dtype)
         case "triton":
@@ -54,12 +54,12 @@ def product(
             raise ValueError(f"implementation must be 'mosaic', 'triton', 'reference' or None; got {other!r}")
 
 
-def _fastest(x: Any, weight: Any, interpret: bool) -> Implementation:
+def _fastest(x: Any, weight: Any, dtype: Any, interpret: bool) -> Implementation:
     if interpret:
         return "triton"
     capability = _compat.compute_capability()
     if capability is None or capability[0] != 9:
         return "reference"
-    if mosaic.refusal(x, weight) is None and mosaic.is_fastest(x, weight):
+    if mosaic.refusal(x, weight, dtype) is None and mosaic.is_fastest(x, weight, dtype):
         return "mosaic"
     return "triton" if triton.refusal(x, weight) is None and triton.is_fastest(x, weight) else "reference"

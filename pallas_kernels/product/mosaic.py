@@ -20,16 +20,21 @@ from pallas_kernels import _compat, products, streams
 from pallas_kernels.products import ALIGNED, STEP, Plan, Tile
 from pallas_kernels.shared_memory import tiled
 
+RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
-MOST_TOKENS, MOST_OF_FEW_INPUTS, FEW_INPUTS = 128, 256, 4096
+FEW_INPUTS = 4096
+MOST_TOKENS = 256  # of few inputs
+MOST_OF_MANY_INPUTS = 128  # tokens
 COLUMNS = 16  # a CTA finishes multiples of them: what is copied of a row is a multiple of 32 bytes
 MOST_COLUMNS = 256  # of a tile, as TMA and wgmma take them
 
 
-def refusal(x: Any, weight: Any) -> str | None:
-    """Why the Mosaic backend cannot do this call, or None."""
+def refusal(x: Any, weight: Any, dtype: Any) -> str | None:
+    """Why the Mosaic backend cannot do this call, with results of that dtype, or None."""
     if x.dtype not in DTYPES:
         return f"The Mosaic product takes bf16, f16 and e4m3; this is {x.dtype}."
+    if dtype not in RESULTS:
+        return f"The Mosaic product gives bf16, f16 and f32; {jnp.dtype(dtype)} is asked for."
     depth = STEP // x.dtype.itemsize
     if weight.shape[1] % depth or len(weight) % COLUMNS:
         return (
@@ -39,19 +44,21 @@ def refusal(x: Any, weight: Any) -> str | None:
     return None
 
 
-def is_fastest(x: Any, weight: Any) -> bool:
+def is_fastest(x: Any, weight: Any, dtype: Any) -> bool:
     """Whether this call is faster here than XLA's product, by the measurements in BENCH.md.
 
-    XLA's splits the inputs and sums the parts in a kernel of its own, which weighs the more the fewer there are.
+    XLA's splits the inputs and sums the parts in a kernel of its own, which weighs the more the fewer there are. Tiles
+    must be whole: copies of rows from beyond the end are slow.
     """
-    tokens, most = streams.tokens_of(x), MOST_TOKENS if weight.shape[1] > FEW_INPUTS else MOST_OF_FEW_INPUTS
+    tokens, most = streams.tokens_of(x), MOST_OF_MANY_INPUTS if weight.shape[1] > FEW_INPUTS else MOST_TOKENS
     if not streams.MOST_TOKENS < tokens <= most or not streams.is_large(weight):
         return False
-    plan = best_plan(x, weight)
-    return plan.fill(plan.blocks * plan.tile.rows, len(weight)) >= 0.9
+    plan = best_plan(x, weight, dtype)
+    is_measured = plan.is_one_round and plan.tile.stages > 2
+    return is_measured and tokens % plan.tile.rows == 0 and plan.fill(tokens, len(weight)) >= 0.9
 
 
-def best_plan(x: Any, weight: Any, dtype: Any = jnp.bfloat16) -> Plan:
+def best_plan(x: Any, weight: Any, dtype: Any) -> Plan:
     """The best of all plans for a call with results of that dtype."""
     return products.best(plan_of(tile, x, weight) for tile in tiles(x, weight, dtype))
 
@@ -82,9 +89,9 @@ def product(
     x: Float[Array, "*T D"], weight: Float[Array, "O D"], dtype: DTypeLike | None = None, *, tile: Tile | None = None
 ) -> Float[Array, "*T O"]:
     """See ``pallas_kernels.product``."""
-    if reason := refusal(x, weight):
-        raise NotImplementedError(reason)
     tokens, dtype = streams.tokens_of(x), dtype or x.dtype
+    if reason := refusal(x, weight, dtype):
+        raise NotImplementedError(reason)
     if tokens == 0:
         return jnp.zeros((*x.shape[:-1], len(weight)), dtype)
     plan = best_plan(x, weight, dtype) if tile is None else plan_of(tile, x, weight)

@@ -21,8 +21,8 @@ from pallas_kernels import _compat, products, streams
 from pallas_kernels.products import ALIGNED, STEP, Plan, Tile
 from pallas_kernels.shared_memory import tiled
 
-DEPTH = STEP // 2  # inputs of a step, or half of them
-MOST_OF_FEW, LEAST_OF_MANY = 128, 512  # tokens
+WIDTH = STEP // 2  # what inputs must be a multiple of
+MOST_OF_FEW, LEAST_OF_MANY = 128, 512  # tokens: what is between them is XLA's
 UNITS = 32  # hidden units, of which results are copied in multiples
 TILES = tuple(
     Tile(tokens, 2 * units, 2 * tokens * units)
@@ -39,9 +39,9 @@ def refusal(x: Any, weight: Any) -> str | None:
     """Why the Mosaic backend cannot do this call, or None."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"The Mosaic product of gate and up takes bf16 and f16; this is {x.dtype}."
-    if weight.shape[3] % DEPTH or weight.shape[2] % UNITS:
+    if weight.shape[3] % WIDTH or weight.shape[2] % UNITS:
         return (
-            f"The Mosaic product of gate and up needs a width that {DEPTH} divides, and parts of the hidden units that "
+            f"The Mosaic product of gate and up needs a width that {WIDTH} divides, and parts of the hidden units that "
             f"{UNITS} divides; these are {weight.shape[3]} and {weight.shape[2]}."
         )
     return None
@@ -50,14 +50,16 @@ def refusal(x: Any, weight: Any) -> str | None:
 def is_fastest(x: Any, weight: Any) -> bool:
     """Whether this call is faster here than XLA's product and activation, by the measurements in BENCH.md.
 
-    Between few and many tokens XLA is as fast. Of few, which wait for the weight, there may be less than a tile has.
+    Tiles of few tokens must be whole: copies of rows from beyond the end are slow.
     """
     tokens = streams.tokens_of(x)
     few = streams.MOST_TOKENS < tokens <= MOST_OF_FEW and streams.is_large(weight)
     if not few and tokens < LEAST_OF_MANY:
         return False
     plan = best_plan(x, weight)
-    return plan.fill(plan.blocks * plan.tile.rows if few else tokens, 2 * weight.shape[0] * weight.shape[2]) >= 0.95
+    if few and tokens % plan.tile.rows:
+        return False
+    return plan.fill(tokens, 2 * weight.shape[0] * weight.shape[2]) >= 0.95
 
 
 def best_plan(x: Any, weight: Any) -> Plan:

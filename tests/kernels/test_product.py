@@ -98,33 +98,47 @@ def test_lowers(shape):
 
 
 @pytest.mark.parametrize(
-    ("capability", "tokens", "shape", "kernel"),
+    ("capability", "tokens", "shape", "dtype", "kernel"),
     [
-        ((9, 0), (1, 16), (4096, 4096), "triton"),
-        ((9, 0), (16, 1), (16, 2, 768, 4096), "triton"),
-        ((9, 0), (2, 16), (4096, 4096), "mosaic_gpu"),
-        ((9, 0), (8, 16), (6144, 4096), "mosaic_gpu"),
-        ((9, 0), (4, 16), (16, 2, 768, 4096), "mosaic_gpu"),
-        ((9, 0), (16, 16), (4096, 4096), "mosaic_gpu"),
-        ((9, 0), (17, 16), (4096, 4096), None),
-        ((9, 0), (9, 16), (4096, 12288), None),
-        ((9, 0), (0, 16), (4096, 4096), None),
-        ((9, 0), (1, 16), (2048, 4096), None),
-        ((9, 0), (4, 16), (2048, 4096), None),
-        ((9, 0), (4, 16), (4, 2, 768, 1024), None),
-        ((9, 0), (4, 16), (5120, 5120), None),  # tiles that leave a sixth of the card idle
-        ((9, 0), (1, 16), (4096, 4160), None),
-        ((8, 9), (1, 16), (4096, 4096), None),
-        ((8, 9), (4, 16), (4096, 4096), None),
-        ((10, 0), (1, 16), (16, 2, 768, 4096), None),
-        (None, (1, 16), (4096, 4096), None),
+        ((9, 0), (1, 16), (4096, 4096), BF16, "triton"),
+        ((9, 0), (1, 16), (4096, 4096), F16, "triton"),
+        ((9, 0), (16, 1), (16, 2, 768, 4096), BF16, "triton"),
+        ((9, 0), (4, 16), (4096, 4096), BF16, "mosaic_gpu"),
+        ((9, 0), (8, 16), (6144, 4096), F16, "mosaic_gpu"),
+        ((9, 0), (4, 16), (16, 2, 768, 4096), BF16, "mosaic_gpu"),
+        ((9, 0), (16, 16), (4096, 4096), BF16, "mosaic_gpu"),
+        ((9, 0), (4, 16), (4096, 4096), E4M3, "mosaic_gpu"),
+        ((9, 0), (4, 16), (24576, 4096), E4M3, "mosaic_gpu"),
+        ((9, 0), (0, 16), (4096, 4096), BF16, None),
+        ((9, 0), (2, 16), (4096, 4096), BF16, None),  # half of a tile
+        ((9, 0), (4, 15), (4096, 4096), BF16, None),
+        ((9, 0), (17, 16), (4096, 4096), BF16, None),
+        ((9, 0), (16, 16), (4096, 12288), BF16, None),
+        ((9, 0), (16, 16), (24576, 4096), E4M3, None),  # two rounds of tiles
+        ((9, 0), (4, 16), (28672, 4096), E4M3, None),  # a ring of two steps
+        ((9, 0), (4, 16), (5120, 5120), BF16, None),  # tiles that leave a sixth of the card idle
+        ((9, 0), (1, 16), (2048, 4096), BF16, None),
+        ((9, 0), (4, 16), (2048, 4096), BF16, None),
+        ((9, 0), (4, 16), (2048, 4096), E4M3, None),
+        ((9, 0), (4, 16), (4, 2, 768, 1024), BF16, None),
+        ((9, 0), (1, 16), (4096, 4096), E4M3, None),
+        ((9, 0), (1, 16), (4096, 4160), BF16, None),
+        ((8, 9), (1, 16), (4096, 4096), BF16, None),
+        ((8, 9), (4, 16), (4096, 4096), BF16, None),
+        ((10, 0), (1, 16), (16, 2, 768, 4096), BF16, None),
+        (None, (1, 16), (4096, 4096), BF16, None),
     ],
 )
-def test_the_public_functions_pick(monkeypatch, capability, tokens, shape, kernel):
+def test_the_public_functions_pick(monkeypatch, capability, tokens, shape, dtype, kernel):
     monkeypatch.setattr(_compat, "compute_capability", lambda: capability)
-    function = product if len(shape) == 2 else swiglu
-    text = cuda_lowering(lambda *given: function(*given), *shapes(tokens, shape))  # traced anew
+    function = functools.partial(product, dtype=BF16 if dtype == E4M3 else None) if len(shape) == 2 else swiglu
+    text = cuda_lowering(lambda *given: function(*given), *shapes(tokens, shape, dtype))  # traced anew
     assert {name for name in ("triton", "mosaic_gpu") if name in text} == ({kernel} if kernel else set())
+
+
+def test_results_in_fp8_are_left_to_xla(monkeypatch):
+    monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
+    assert "mosaic_gpu" not in cuda_lowering(lambda *given: product(*given), *shapes((64,), (6144, 4096), E4M3))
 
 
 @pytest.mark.parametrize("alone", [False, True])

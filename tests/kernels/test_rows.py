@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -148,6 +150,28 @@ def test_mosaic_refuses_in_a_sentence(geometry, sentence):
     args = checked(*call.arguments, scale=None, **call.options)
     with pytest.raises(NotImplementedError, match=sentence):
         mosaic.paged_attention(args)
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "M", "dtype", "fastest"),
+    [
+        (16, 1, 16, BF16, True),
+        (16, 1, 15, BF16, False),  # short contexts
+        (14, 1, 16, BF16, False),  # 112 of 132 multiprocessors
+        (16, 2, 16, BF16, False),  # not measured
+        (16, 16, 15, BF16, True),
+        (8, 16, 15, BF16, False),
+        (16, 1, 16, E4M3, True),
+        (8, 1, 16, E4M3, False),
+        (8, 16, 15, E4M3, True),  # of fp8 half of the card is enough
+        (1, 1, 64, E4M3, True),
+    ],
+)
+def test_mosaic_is_picked_where_it_measured_faster(B, T, M, dtype, fastest):
+    q, pages = jax.ShapeDtypeStruct((B, T, 32, 128), BF16), jax.ShapeDtypeStruct((1, 8, 64, 128), dtype)
+    table = jax.ShapeDtypeStruct((B, M), jnp.int32)
+    args = SimpleNamespace(q=q, k_pages=pages, page_table=table, page_size=64, kv_heads=8, group=4)
+    assert mosaic.is_fastest(args) == fastest
 
 
 @pytest.mark.parametrize("dtype", [BF16, E4M3, E5M2], ids=lambda d: jnp.dtype(d).name)

@@ -111,7 +111,8 @@ def test_lowers(tile):
     [
         ((9, 0), (64, 16), BF16, True),
         ((9, 0), (4, 16), BF16, True),
-        ((9, 0), (7, 16), BF16, True),
+        ((9, 0), (8, 16), BF16, True),
+        ((9, 0), (7, 9), BF16, False),  # a row of a tile would be copied from beyond the end
         ((9, 0), (0, 16), BF16, False),
         ((9, 0), (64, 16), F32, False),
         ((9, 0), (16, 16), BF16, False),  # XLA is as fast
