@@ -85,7 +85,9 @@ def test_every_program_of_qwen3_8b_has_one_tile(tokens, shape):
     assert plan.tile.splits == (1 if tokens <= 64 else 2)
 
 
-@pytest.mark.parametrize(("dtype", "out"), [(BF16, BF16), (E4M3, BF16), (E4M3, F32)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "out"), [(BF16, BF16), (E4M3, BF16), (E4M3, F32)], ids=["bf16", "e4m3-bf16", "e4m3-f32"]
+)
 @pytest.mark.parametrize("tokens", [(4, 16), (8, 16), (13,), (200,)], ids=str)
 @pytest.mark.parametrize("shape", [(4096, 4096), (5040, 2176), (10240, 1024), (33792, 512)], ids=str)
 def test_lowers(tokens, shape, dtype, out):
