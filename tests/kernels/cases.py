@@ -163,6 +163,20 @@ def error(found: Any, expected: Any) -> float:
     return float(np.linalg.norm(found - expected) / scale) if scale else float(np.linalg.norm(found))
 
 
+def operands(
+    tokens: tuple[int, ...], shape: tuple[int, ...], dtype: Any = BF16, seed: int = 0
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens [*tokens, D] and a weight of that shape, D last, whose products are of the size of 1."""
+    rng = np.random.default_rng(seed)
+    x, weight = (rng.standard_normal(s, np.float32) for s in ((*tokens, shape[-1]), shape))
+    return jnp.asarray(x, dtype), jnp.asarray(weight / shape[-1] ** 0.5, dtype)
+
+
+def shapes(tokens: tuple[int, ...], shape: tuple[int, ...], dtype: Any = BF16) -> tuple[Any, Any]:
+    """Of ``operands``."""
+    return jax.ShapeDtypeStruct((*tokens, shape[-1]), dtype), jax.ShapeDtypeStruct(shape, dtype)
+
+
 def cuda_lowering(f: Any, *arguments: Any) -> str:
     """What ``f`` lowers to for an H200, on any machine: catches shapes, layouts and dtypes that a kernel cannot do."""
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh

@@ -15,24 +15,13 @@ from pallas_kernels import _compat, product, swiglu
 from pallas_kernels.product import triton
 from pallas_kernels.streams import Config
 from pallas_kernels.swiglu import triton as swiglu_triton
-from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, mesh_of
+from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, error, mesh_of, operands, shapes
 from tests.kernels.conftest import ON_GPU
 
 F16 = jnp.float16
 SMALL = Config(rows=32, depth=64, num_stages=2)
 by_implementation = pytest.mark.parametrize("implementation", ["reference", "triton"])
 by_dtype = pytest.mark.parametrize(("dtype", "most"), [(BF16, 5e-3), (F16, 1e-3)], ids=["bf16", "f16"])
-
-
-def operands(tokens, shape, dtype, seed=0):
-    rng = np.random.default_rng(seed)
-    x, weight = (rng.standard_normal(s, np.float32) for s in ((*tokens, shape[-1]), shape))
-    return jnp.asarray(x, dtype), jnp.asarray(weight / shape[-1] ** 0.5, dtype)
-
-
-def error(found, wanted):
-    """Relative, norm over norm; NaN where a number is."""
-    return np.linalg.norm(np.asarray(found, np.float64) - wanted) / np.linalg.norm(wanted)
 
 
 def wide(*arrays):
@@ -85,10 +74,6 @@ def test_a_token_is_what_it_is_alone_and_breaks_no_other():
 def test_no_tokens():
     assert triton.product(*operands((2, 0), (96, 512), BF16)).shape == (2, 0, 96)
     assert swiglu_triton.swiglu(*operands((0,), (2, 2, 64, 64), BF16)).shape == (0, 128)
-
-
-def shapes(tokens, shape, dtype=BF16):
-    return jax.ShapeDtypeStruct((*tokens, shape[-1]), dtype), jax.ShapeDtypeStruct(shape, dtype)
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (6144, 4096), (4096, 12288), (16, 2, 768, 4096)], ids=str)
@@ -172,15 +157,16 @@ def test_wrong_arguments_are_named():
         product(x, jnp.zeros((8, 64)), implementation="cuda")
 
 
-def test_sharded_lowering_knows_what_varies():
+@pytest.mark.parametrize(("implementation", "name"), [("triton", "xla.gpu.triton"), ("mosaic", "mosaic_gpu")])
+def test_sharded_lowering_knows_what_varies(implementation, name):
     """With check_vma on, as users run it: what varies over the mesh in any operand varies in the output."""
-    call = functools.partial(product, implementation="triton")
+    call = functools.partial(product, implementation=implementation)
     shard = functools.partial(jax.shard_map, call, mesh=mesh_of(4), in_specs=(Spec(), Spec("tp")))
 
     def lower(out_specs):
         traced = jax.jit(shard(out_specs=out_specs)).trace(*shapes((8,), (1024, 512)))
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
-    assert "xla.gpu.triton" in lower(Spec(None, "tp"))
+    assert name in lower(Spec(None, "tp"))
     with pytest.raises(ValueError, match="out_specs"):
         lower(Spec())

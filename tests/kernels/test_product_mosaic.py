@@ -8,29 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as Spec
 
 from pallas_kernels import product
 from pallas_kernels.product import mosaic
-from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, mesh_of
+from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, error, operands, shapes
 
 F16 = jnp.float16
-
-
-def operands(tokens, shape, dtype, seed=0):
-    rng = np.random.default_rng(seed)
-    x, weight = (rng.standard_normal(s, np.float32) for s in ((*tokens, shape[-1]), shape))
-    return jnp.asarray(x, dtype), jnp.asarray(weight / shape[-1] ** 0.5, dtype)
 
 
 def expected(x, weight):
     x, weight = (np.asarray(array).astype(np.float64) for array in (x, weight))
     return x @ weight.T
-
-
-def error(found, wanted):
-    """Relative, norm over norm; NaN where a number is."""
-    return np.linalg.norm(np.asarray(found, np.float64) - wanted) / np.linalg.norm(wanted)
 
 
 @pytest.mark.gpu
@@ -69,10 +57,6 @@ def test_programs_go_on_to_other_tiles(monkeypatch):
         x, weight = operands((tokens,), (4096, 1024), BF16)
         assert not mosaic.best_plan(x, weight, BF16).is_one_round
         assert error(mosaic.product(x, weight), expected(x, weight)) < 5e-3
-
-
-def shapes(tokens, shape, dtype=BF16):
-    return jax.ShapeDtypeStruct((*tokens, shape[-1]), dtype), jax.ShapeDtypeStruct(shape, dtype)
 
 
 @pytest.mark.parametrize("tokens", [20, 64, 100, 128])
@@ -117,17 +101,3 @@ def test_refuses_results_in_fp8():
 
 def test_no_tokens():
     assert mosaic.product(*operands((2, 0), (96, 512), BF16)).shape == (2, 0, 96)
-
-
-def test_sharded_lowering_knows_what_varies():
-    """With check_vma on, as users run it: what varies over the mesh in any operand varies in the output."""
-    call = functools.partial(product, implementation="mosaic")
-    shard = functools.partial(jax.shard_map, call, mesh=mesh_of(4), in_specs=(Spec(), Spec("tp")))
-
-    def lower(out_specs):
-        traced = jax.jit(shard(out_specs=out_specs)).trace(*shapes((32,), (4096, 512)))
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-    assert "mosaic_gpu" in lower(Spec(None, "tp"))
-    with pytest.raises(ValueError, match="out_specs"):
-        lower(Spec())

@@ -16,17 +16,10 @@ from pallas_kernels import _compat, swiglu
 from pallas_kernels.products import Plan
 from pallas_kernels.swiglu import mosaic
 from pallas_kernels.swiglu.mosaic import TILES, TILES_OF_64, best_plan
-from tests.kernels.cases import BF16, F32, cuda_lowering, mesh_of
+from tests.kernels.cases import BF16, F32, cuda_lowering, error, mesh_of, operands, shapes
 
 F16 = jnp.float16
 QWEN3_8B = (16, 2, 768, 4096)
-
-
-def operands(tokens, shape, dtype=BF16, seed=0):
-    """Tokens [*tokens, D], and a weight of the shape whose products are of the size of 1."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((*tokens, shape[-1]), np.float32)
-    return jnp.asarray(x, dtype), jnp.asarray(rng.standard_normal(shape, np.float32) / shape[-1] ** 0.5, dtype)
 
 
 def expected(x, weight):
@@ -35,11 +28,6 @@ def expected(x, weight):
     products = np.einsum("...d,ehid->...ehi", *wide).astype(x.dtype).astype(np.float64)
     gate, up = products[..., 0, :], products[..., 1, :]
     return (gate / (1 + np.exp(-gate)) * up).reshape(*x.shape[:-1], -1)
-
-
-def error(found, wanted):
-    """Relative, norm over norm; NaN where a number is."""
-    return np.linalg.norm(np.asarray(found, np.float64) - wanted) / np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(BF16, 1e-2), (F16, 2e-3), (F32, 1e-5)], ids=["bf16", "f16", "f32"])
@@ -80,10 +68,6 @@ def test_kernel_reads_and_writes_nothing_else():
     found = np.asarray(mosaic.swiglu(x.at[17].set(jnp.nan), weight), np.float32)
     assert np.isnan(found[17]).all()
     np.testing.assert_array_equal(np.delete(found, 17, axis=0), np.delete(clean, 17, axis=0))
-
-
-def shapes(tokens, weight, dtype=BF16):
-    return jax.ShapeDtypeStruct((*tokens, weight[-1]), dtype), jax.ShapeDtypeStruct(weight, dtype)
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(20, 64), (64, 64), (128, 128), (256, 256), (1024, 256), (8192, 256)])
