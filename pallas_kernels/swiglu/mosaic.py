@@ -7,7 +7,6 @@ which multiplies them; nothing else is written.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -83,7 +82,7 @@ def swiglu(
     if reason := refusal(x, weight):
         raise NotImplementedError(reason)
     parts, _, units, width = weight.shape
-    tokens = math.prod(x.shape[:-1])
+    tokens = streams.tokens_of(x)
     if tokens == 0:
         return jnp.zeros((*x.shape[:-1], parts * units), x.dtype)
     plan = best_plan(x, weight) if tile is None else plan_of(tile, x, weight)
