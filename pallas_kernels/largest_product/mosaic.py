@@ -18,10 +18,11 @@ from pallas_kernels.largest_product.reference import largest
 from pallas_kernels.products import ALIGNED, Plan, Tile
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
+FEW = Tile(64, 192, more=8 * (64 + 192), consumers=1, step=2 * products.STEP)  # as many rows as one wgmma has
 TILES = tuple(
     Tile(rows, columns, more=8 * (rows + columns)) for rows, columns in ((256, 192), (256, 128), (128, 256), (128, 192))
 )
-LEAST_STEPS = 8  # more than any ring holds
+LEAST_STEPS = 8  # of one swizzle: more than any ring holds
 LEAST_ROWS = 256  # of the weight: a tile's
 PART = 64  # columns that are searched at a time
 
@@ -30,7 +31,7 @@ def refusal(x: Any, weight: Any) -> str | None:
     """Why the Mosaic backend cannot do this call, or None."""
     if x.dtype not in DTYPES:
         return f"The Mosaic largest product takes bf16, f16 and e4m3; this is {x.dtype}."
-    depth = _depth(x.dtype)
+    depth = products.STEP // jnp.dtype(x.dtype).itemsize
     if weight.shape[1] % depth or weight.shape[1] < LEAST_STEPS * depth:
         return (
             f"The Mosaic largest product of {x.dtype} needs a width that {depth} divides, of at least "
@@ -46,24 +47,21 @@ def refusal(x: Any, weight: Any) -> str | None:
 
 def is_fastest(x: Any, weight: Any) -> bool:
     """Whether this call is faster here than XLA's product and argmax, by the measurements in BENCH.md."""
-    least = 48 if x.dtype == jnp.float8_e4m3fn else 128
-    return x.size // x.shape[-1] >= least and len(weight) >= 16384
-
-
-def _depth(dtype: Any) -> int:
-    """Inputs of a step."""
-    return products.STEP // jnp.dtype(dtype).itemsize
+    tokens = x.size // x.shape[-1]
+    is_measured = x.dtype == jnp.float8_e4m3fn or tokens == FEW.rows or tokens >= 128
+    return is_measured and len(weight) >= 16384
 
 
 def best_plan(x: Any, weight: Any) -> Plan:
     """The best of all plans for a call."""
-    return products.best(plan_of(tile, x, weight) for tile in TILES)
+    is_few = x.size // x.shape[-1] <= FEW.rows and x.shape[-1] % FEW.depth(x.dtype) == 0
+    return products.best(plan_of(tile, x, weight) for tile in ((FEW,) if is_few else TILES))
 
 
 def plan_of(tile: Tile, x: Any, weight: Any) -> Plan:
     """The plan of a call with such tiles."""
     rows, width = x.size // x.shape[-1], x.shape[-1]
-    return Plan(tile, pl.cdiv(rows, tile.rows), pl.cdiv(len(weight), tile.columns), width // _depth(x.dtype))
+    return Plan(tile, pl.cdiv(rows, tile.rows), pl.cdiv(len(weight), tile.columns), width // tile.depth(x.dtype))
 
 
 @functools.partial(jax.jit, static_argnames="tile")
@@ -82,7 +80,9 @@ def largest_product(
     if tokens == 0:
         return jnp.zeros(x.shape[:-1], jnp.int32), jnp.zeros(x.shape[:-1], jnp.float32)
     plan = best_plan(x, weight) if tile is None else plan_of(tile, x, weight)
-    rows = jnp.pad(x.reshape(tokens, -1), ((0, -tokens % ALIGNED), (0, 0)))
+    # A block of a few rows is filled here: TMA is slow to fill one with what is beyond the end of x.
+    multiple = plan.tile.rows if plan.blocks == 1 else ALIGNED
+    rows = jnp.pad(x.reshape(tokens, -1), ((0, -tokens % multiple), (0, 0)))
     optional = {"scales": scales, "length": None if length is None else length.reshape(1)}
     given = {name: array for name, array in optional.items() if array is not None}
     operands = _compat.vary_alike(rows, weight, *given.values())

@@ -16,7 +16,8 @@ from dflash_jax.models.quantized import Quantized, to_e4m3
 from dflash_jax.models.transposed import Transposed
 from pallas_kernels import _compat, largest_product
 from pallas_kernels.largest_product import mosaic
-from pallas_kernels.largest_product.mosaic import TILES
+from pallas_kernels.largest_product.mosaic import FEW, TILES
+from pallas_kernels.products import STEP
 from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, mesh_of
 from tests.kernels.conftest import ON_GPU
 
@@ -61,7 +62,7 @@ def test_largest(implementation, tokens, rows, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.rows}x{tile.columns}")
+@pytest.mark.parametrize("tile", [FEW, *TILES], ids=lambda tile: f"{tile.rows}x{tile.columns}")
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=lambda d: jnp.dtype(d).name)
 def test_every_tile_of_the_kernel(tile, dtype):
     """So many that each CTA has several, of several blocks of tokens, the last ones not full."""
@@ -116,13 +117,13 @@ def shapes(tokens, rows, width, dtype):
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, E4M3], ids=lambda d: jnp.dtype(d).name)
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.rows}x{tile.columns}")
+@pytest.mark.parametrize("tile", [FEW, *TILES], ids=lambda tile: f"{tile.rows}x{tile.columns}")
 def test_lowers(tile, dtype):
     f = functools.partial(mosaic.largest_product, tile=tile)
     given = shapes((64, 15), 151_936, 4096, dtype)
     assert "mosaic_gpu" in cuda_lowering(f, *given)
     assert "mosaic_gpu" in cuda_lowering(f, *given, jax.ShapeDtypeStruct((), jnp.int32))
-    assert tile.stages < mosaic.LEAST_STEPS
+    assert tile.stages * tile.step < mosaic.LEAST_STEPS * STEP
 
 
 def test_no_tokens():
@@ -135,7 +136,9 @@ def test_no_tokens():
     [
         ((9, 0), (16, 16), BF16, True),
         ((9, 0), (4, 15), E4M3, True),
-        ((9, 0), (4, 16), BF16, False),
+        ((9, 0), (1, 15), E4M3, True),
+        ((9, 0), (4, 16), BF16, True),
+        ((9, 0), (6, 16), BF16, False),
         ((9, 0), (16, 16), F32, False),
         ((9, 0), (1, 16), BF16, False),
         ((10, 0), (16, 16), BF16, False),
