@@ -24,6 +24,8 @@ class Rotary:
         sin: their sines.
         q_norm: weights of the queries' norm; None norms nothing.
         k_norm: the same of the keys.
+        scales: float32, by which all heads are multiplied first, of tokens and of columns: heads are products of fp8
+            numbers. None multiplies by nothing.
         eps: of both norms.
     """
 
@@ -31,6 +33,7 @@ class Rotary:
     sin: Float[Array, "*T H2"]
     q_norm: Float[Array, " H"] | None = None
     k_norm: Float[Array, " H"] | None = None
+    scales: tuple[Float[Array, "*T"], Float[Array, "K J H"]] | None = None
     eps: float = field(default=1e-6, metadata={"static": True})
 
 
@@ -51,11 +54,15 @@ def rotate(x: Float[Array, "*T N H"], cos: Float[Array, "*T H2"], sin: Float[Arr
 def split_heads(
     heads: Float[Array, "*T K J H"], rotary: Rotary | None
 ) -> tuple[Float[Array, "*T N H"], Float[Array, "*T K H"], Float[Array, "*T K H"]]:
-    """Queries and keys, normed and rotated, and values as they are; N = K * (J - 2), those of a kv head side by side.
+    """Queries and keys, normed and rotated, and values; N = K * (J - 2), those of a kv head side by side.
 
-    Where ``rotary`` is None, queries and keys are left as they are, too.
+    Of values only the scales of ``rotary`` are felt; where it is None, all are left as they are.
     """
     *tokens, K, J, H = heads.shape
+    if rotary is not None and rotary.scales is not None:
+        of_tokens, of_columns = rotary.scales
+        factors = of_tokens[..., None, None, None] * of_columns
+        heads = (heads.astype(jnp.float32) * factors).astype(heads.dtype)
     q, k, v = heads[..., :-2, :].reshape(*tokens, K * (J - 2), H), heads[..., -2, :], heads[..., -1, :]
     if rotary is None:
         return q, k, v

@@ -17,39 +17,44 @@ Scales = tuple[Float[Array, "*T"], Float[Array, " D"]]
 
 def add_norm(
     x: Float[Array, "*T D"],
-    y: Float[Array, "*T D"],
+    y: Float[Array, "*T D"] | Float[Array, "S *T D"],
     weight: Float[Array, " D"],
     eps: float,
     y_scales: Scales | None = None,
     *,
+    quantize: bool = False,
     implementation: Implementation | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
+) -> tuple[Float[Array, "*T D"], Any]:
     """``x + y`` and its RMS norm, of any number of tokens (any leading axes).
 
     Args:
       x: the residual stream; bf16, f16 or f32.
-      y: what a block adds to it.
+      y: what a block adds to it; or S parts of that, which are summed in float32 and rounded to x's dtype first.
       weight: of the norm.
       eps: of the norm, added to the mean of the squares.
-      y_scales: float32, by which y is multiplied first, of tokens and of columns: y is a product of fp8 numbers.
+      y_scales: float32, by which y is multiplied before it is rounded to x's dtype, of tokens and of columns: y is a
+        product of fp8 numbers.
+      quantize: whether the norm is wanted as ``quantize_rows`` gives it, for products of fp8 numbers.
       implementation: ``"triton"`` or ``"reference"``; None picks Triton on NVIDIA GPUs from sm_89. Only the reference
         can be differentiated, and split by XLA over several devices; the kernel wants a ``shard_map`` around it there.
       interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
 
     Returns:
-      The sum, and ``rms_norm(sum, weight, eps)``: rounded where that rounds, first of all to the dtype of the sum.
+      The sum, and ``rms_norm(sum, weight, eps)``: rounded where that rounds, first of all to the dtype of the sum; to
+      be quantised, its numbers and their scales.
 
     Raises:
       ValueError: shapes or dtypes that do not belong together; the message prints them.
       NotImplementedError: what the chosen implementation cannot do, in a sentence.
     """
-    check(x, y, weight, y_scales)
+    added = jax.ShapeDtypeStruct(y.shape[1:], y.dtype) if y.ndim == x.ndim + 1 else y
+    check(x, added, weight, y_scales)
     match implementation or _fastest(x, interpret):
         case "triton":
-            return triton.add_norm(x, y, weight, eps, y_scales, interpret=interpret)
+            return triton.add_norm(x, y, weight, eps, y_scales, quantize, interpret=interpret)
         case "reference":
-            return reference.add_norm(x, y, weight, eps, y_scales)
+            return reference.add_norm(x, y, weight, eps, y_scales, quantize)
         case other:
             raise ValueError(f"implementation must be 'triton', 'reference' or None; got {other!r}")
 

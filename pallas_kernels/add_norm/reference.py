@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.quantize.reference import quantize_rows
 from pallas_kernels.rotary import rms_norm
 
 
 def add_norm(
     x: Float[Array, "*T D"],
-    y: Float[Array, "*T D"],
+    y: Float[Array, "*T D"] | Float[Array, "S *T D"],
     weight: Float[Array, " D"],
     eps: float,
     y_scales: tuple[Float[Array, "*T"], Float[Array, " D"]] | None = None,
-) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
+    quantize: bool = False,
+) -> tuple[Float[Array, "*T D"], Any]:
     """See ``pallas_kernels.add_norm``."""
+    if y.ndim > x.ndim:
+        y = y.sum(axis=0, dtype=jnp.float32)
+        y = y if y_scales is not None else y.astype(x.dtype)
     if y_scales is not None:
-        y = (y.astype(jnp.float32) * y_scales[0][..., None] * y_scales[1]).astype(y.dtype)
+        y = (y.astype(jnp.float32) * y_scales[0][..., None] * y_scales[1]).astype(x.dtype)
     total = x + y
-    return total, rms_norm(total, weight, eps)
+    normed = rms_norm(total, weight, eps)
+    return total, quantize_rows(normed) if quantize else normed

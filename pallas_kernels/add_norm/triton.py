@@ -12,6 +12,8 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
+from pallas_kernels.quantize.reference import E4M3
+from pallas_kernels.quantize.triton import quantized
 
 _WIDEST = 1 << 16  # elements of a row: 128 registers of each of 512 threads
 
@@ -29,43 +31,49 @@ def default_warps(width: int) -> int:
     return min(max(pl.next_power_of_2(width) // 512, 1), 16)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret", "num_warps"))
+@functools.partial(jax.jit, static_argnames=("eps", "quantize", "interpret", "num_warps"))
 def add_norm(
     x: Float[Array, "*T D"],
-    y: Float[Array, "*T D"],
+    y: Float[Array, "*T D"] | Float[Array, "S *T D"],
     weight: Float[Array, " D"],
     eps: float,
     y_scales: tuple[Float[Array, "*T"], Float[Array, " D"]] | None = None,
+    quantize: bool = False,
     *,
     interpret: bool = False,
     num_warps: int | None = None,
-) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
+) -> tuple[Float[Array, "*T D"], Any]:
     """See ``pallas_kernels.add_norm``."""
     if reason := refusal(x):
         raise NotImplementedError(reason)
-    total = jnp.promote_types(x.dtype, y.dtype)
+    D, is_plain = x.shape[-1], y.ndim == x.ndim and y_scales is None
+    total = jnp.promote_types(x.dtype, y.dtype) if is_plain else x.dtype
     normed = jnp.promote_types(total, weight.dtype)
     if x.size == 0:
-        return x.astype(total), x.astype(normed)
-    D = x.shape[-1]
+        empty = x.astype(E4M3 if quantize else normed)
+        return x.astype(total), (empty, jnp.zeros(x.shape[:-1], jnp.float32)) if quantize else empty
     scales = () if y_scales is None else (y_scales[0].reshape(-1), y_scales[1])
-    operands = _compat.vary_alike(x.reshape(-1, D), y.reshape(-1, D), weight, *scales)
+    parts = y.reshape(1 if y.ndim == x.ndim else len(y), -1, D)
+    operands = _compat.vary_alike(x.reshape(-1, D), parts, weight, *scales)
     rows = operands[0]
+    shapes = [(rows.shape, total), (rows.shape, E4M3 if quantize else normed)]
+    shapes += [((len(rows),), jnp.float32)] * quantize
     outputs = _compat.triton_call(
         functools.partial(_add_norm, eps=eps),
         grid=(len(rows),),
-        out_shape=[_compat.out_like(rows.shape, dtype, rows) for dtype in (total, normed)],
+        out_shape=[_compat.out_like(shape, dtype, rows) for shape, dtype in shapes],
         num_warps=num_warps or default_warps(D),
         num_stages=1,
         interpret=interpret,
         name="add_norm",
     )(*operands)
-    return outputs[0].reshape(x.shape), outputs[1].reshape(x.shape)
+    added, found, *of_rows = (array.reshape(*x.shape[:-1], *array.shape[1:]) for array in outputs)
+    return added, (found, *of_rows) if quantize else found
 
 
 def _add_norm(x: Any, y: Any, weight: Any, *others: Any, eps: float) -> None:
     """One program: one row, as wide as the next power of two; what stands beyond the row's end counts as zero."""
-    *y_scales, total, normed = others
+    y_scales, (total, normed, *norm_scales) = (others[:2], others[2:]) if len(others) > 3 else ((), others)
     row, D = pl.program_id(0), x.shape[1]
     column = jnp.arange(pl.next_power_of_2(D), dtype=jnp.int32)
     token = jnp.full_like(column, row)
@@ -76,12 +84,17 @@ def _add_norm(x: Any, y: Any, weight: Any, *others: Any, eps: float) -> None:
         return pltriton.load(ref, mask=real, other=other).astype(jnp.float32)
 
     scale = load(weight.at[column])
-    added = load(y.at[token, column])
+    first, *parts = (load(y.at[jnp.full_like(column, part), token, column]) for part in range(len(y)))
+    added = sum(parts, first)
     if y_scales:
         of_tokens, of_columns = y_scales
-        added = (added * of_tokens[row] * load(of_columns.at[column])).astype(y.dtype).astype(jnp.float32)
+        added = added * of_tokens[row] * load(of_columns.at[column])
+    added = added.astype(total.dtype).astype(jnp.float32)  # changes nothing but sums and what was scaled
     rounded = (load(x.at[token, column]) + added).astype(total.dtype)
     pltriton.store(total.at[token, column], rounded, mask=real)
     wide = rounded.astype(jnp.float32)
     unit = (wide * jax.lax.rsqrt(jnp.sum(wide * wide) / D + eps)).astype(total.dtype)
-    pltriton.store(normed.at[token, column], (scale * unit.astype(jnp.float32)).astype(normed.dtype), mask=real)
+    found = (scale * unit.astype(jnp.float32)).astype(jnp.promote_types(total.dtype, weight.dtype))
+    if norm_scales:
+        (found,), norm_scales[0][row] = quantized([found.astype(jnp.float32)])
+    pltriton.store(normed.at[token, column], found, mask=real)

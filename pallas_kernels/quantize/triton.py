@@ -121,10 +121,14 @@ def _load(ref: Any, column: jax.Array, real: jax.Array | None) -> jax.Array:
 
 
 def _store(pieces: list[tuple[jax.Array, jax.Array]], real: jax.Array | None, numbers: Any, scales: Any) -> None:
-    """A row in pieces, each with its columns, and its scale, with which the largest number is that of e4m3."""
-    largest = functools.reduce(jnp.maximum, [jnp.abs(wide) for wide, _ in pieces])
+    """A row in pieces, each with its columns, and its scale."""
+    found, scales[pl.program_id(0)] = quantized([wide for wide, _ in pieces])
+    for values, (_, column) in zip(found, pieces, strict=True):
+        pltriton.store(numbers.at[jnp.full_like(column, pl.program_id(0)), column], values, mask=real)
+
+
+def quantized(pieces: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    """A float32 row in pieces, all of one shape, as e4m3 numbers, the largest being that of e4m3; and their scale."""
+    largest = functools.reduce(jnp.maximum, [jnp.abs(wide) for wide in pieces])
     scale = jnp.maximum(jnp.max(largest), SMALLEST) / LARGEST
-    scales[pl.program_id(0)] = scale
-    for wide, column in pieces:
-        place = numbers.at[jnp.full_like(column, pl.program_id(0)), column]
-        pltriton.store(place, jnp.clip(wide * (1 / scale), -LARGEST, LARGEST).astype(E4M3), mask=real)
+    return [jnp.clip(wide * (1 / scale), -LARGEST, LARGEST).astype(E4M3) for wide in pieces], scale

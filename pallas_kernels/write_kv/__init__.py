@@ -39,8 +39,8 @@ def write_kv(
       heads: of any number of tokens (any leading axes), as one projection gives them: of each kv head, side by side,
         its J - 2 query heads (there may be none), its key and its value.
       slots: where each token goes: ``page * S + offset``; -1 writes nothing. No slot may stand twice.
-      rotary: norms and RoPE of queries and keys, its tables with the leading axes of ``slots``; None leaves both as
-        they are. Values are never changed.
+      rotary: scales of all heads, norms and RoPE of queries and keys, its tables with the leading axes of ``slots``;
+        None leaves all as they are.
       k_scale: what a stored key is multiplied by to be the key, so keys are divided by it: a scalar, or one a kv head.
       v_scale: the same of values.
       implementation: ``"triton"`` or ``"reference"``; None picks Triton on NVIDIA GPUs that know fp8 (from sm_89).
@@ -58,10 +58,15 @@ def write_kv(
     Source: fp8 cache with scales as in vLLM (real = stored * scale); norms of Qwen3, halves paired as in Hugging Face.
     """
     _check(k_pages, v_pages, heads, slots)
-    _check_rotary(rotary, slots.shape, heads.shape[-1])
+    _check_rotary(rotary, slots.shape, heads.shape[-3:])
     tokens, K, J, H = slots.size, *heads.shape[-3:]
     if rotary is not None:
-        rotary = replace(rotary, cos=rotary.cos.reshape(tokens, H // 2), sin=rotary.sin.reshape(tokens, H // 2))
+        rotary = replace(
+            rotary,
+            cos=rotary.cos.reshape(tokens, H // 2),
+            sin=rotary.sin.reshape(tokens, H // 2),
+            scales=rotary.scales and (rotary.scales[0].reshape(tokens), rotary.scales[1]),
+        )
     flat = (
         k_pages,
         v_pages,
@@ -105,12 +110,19 @@ def _check(k_pages: Any, v_pages: Any, heads: Any, slots: Any) -> None:
         raise ValueError(f"slots must be integers; got {slots.dtype}")
 
 
-def _check_rotary(rotary: Rotary | None, tokens: tuple[int, ...], head_size: int) -> None:
+def _check_rotary(rotary: Rotary | None, tokens: tuple[int, ...], heads: tuple[int, ...]) -> None:
     if rotary is None:
         return
-    angles = [*tokens, head_size // 2]
-    for name, wanted in {"cos": angles, "sin": angles, "q_norm": [head_size], "k_norm": [head_size]}.items():
-        x = getattr(rotary, name)
+    angles, head = [*tokens, heads[-1] // 2], [heads[-1]]
+    of_tokens, of_columns = rotary.scales or (None, None)
+    for name, x, wanted in (
+        ("cos", rotary.cos, angles),
+        ("sin", rotary.sin, angles),
+        ("q_norm", rotary.q_norm, head),
+        ("k_norm", rotary.k_norm, head),
+        ("scales[0]", of_tokens, [*tokens]),
+        ("scales[1]", of_columns, [*heads]),
+    ):
         if x is not None and list(x.shape) != wanted:
             raise ValueError(f"rotary.{name} must be {wanted}, as heads and slots are; got {list(x.shape)}")
 

@@ -6,6 +6,7 @@ RoPE pairs element h of a head with element h + H / 2, so the two halves of a he
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -81,14 +82,27 @@ def _write(
     halves = pl.ds(0, half), pl.ds(half, half)
     slot = slots[token]
     q_norm, k_norm = (None, None) if rotary is None else (rotary.q_norm, rotary.k_norm)
-    k = _positioned([heads[token, head, R, h] for h in halves], k_norm, rotary, token)
-    v = [heads[token, head, R + 1, h] for h in halves]
+
+    def scaled(load: Callable[..., list[jax.Array]]) -> list[jax.Array]:
+        """Halves of heads; ``load`` reads them of a reference, given its indices before the head."""
+        x = load(heads, token)
+        if rotary is None or rotary.scales is None:
+            return x
+        of_tokens, of_columns = rotary.scales
+        factors = [of_tokens[token] * y for y in load(of_columns)]
+        return [(y.astype(jnp.float32) * f).astype(y.dtype) for y, f in zip(x, factors, strict=True)]
+
+    k, v = (scaled(lambda ref, *index, row=row: [ref[*index, head, row, h] for h in halves]) for row in (R, R + 1))
+    k = _positioned(k, k_norm, rotary, token)
 
     if queries:
         row = jnp.arange(pl.next_power_of_2(R), dtype=jnp.int32)
         real = (row < R)[:, None]
-        q = [pltriton.load(x, mask=real, other=0.0) for x in _half_rows(heads, token, head, row)]
-        q = _positioned(q, q_norm, rotary, token)
+
+        def load(ref: Any, *index: Any) -> list[jax.Array]:
+            return [pltriton.load(x, mask=real, other=0.0) for x in _half_rows(ref, *index, head, row)]
+
+        q = _positioned(scaled(load), q_norm, rotary, token)
         for x, target in zip(q, _half_rows(queries[0], token, head * R + row), strict=True):
             pltriton.store(target, x, mask=real)
 

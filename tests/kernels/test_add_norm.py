@@ -18,7 +18,7 @@ from dflash_jax.models.tables import build, checkpoint_table, parameters_of
 from dflash_jax.models.target import TargetModel
 from pallas_kernels import _compat, add_norm
 from pallas_kernels.add_norm import triton
-from tests.kernels.cases import BF16, F32, cuda_lowering, mesh_of
+from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, mesh_of
 from tests.kernels.conftest import ON_GPU
 from tests.pairs import TARGET, empty_cache
 
@@ -34,7 +34,8 @@ def run(request):
     """One implementation, jitted, XLA held to the roundings as written."""
     interpret = request.param == "triton" and not ON_GPU
     f = functools.partial(add_norm, eps=EPS, implementation=request.param, interpret=interpret)
-    return lambda *arguments, **more: jax.jit(f, compiler_options=AS_WRITTEN)(*arguments, **more)
+    options = {"static_argnames": "quantize", "compiler_options": AS_WRITTEN}
+    return lambda *arguments, **more: jax.jit(f, **options)(*arguments, **more)
 
 
 def operands(shape, *dtypes, seed=0):
@@ -86,6 +87,36 @@ def test_what_is_added_may_come_with_scales(run):
     assert_same(run(x, y, weight, y_scales=(of_tokens, of_columns)), expected(x, scaled, weight))
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_parts_are_summed_and_rounded_first(run, parts, scaled):
+    x, _, weight = operands((2, 3, 96), BF16, BF16, BF16)
+    rng = np.random.default_rng(2)
+    y = rng.standard_normal((parts, 2, 3, 96)).astype(np.float32)
+    scales = tuple(rng.uniform(0.5, 2, shape).astype(np.float32) for shape in ((2, 3), (96,))) if scaled else None
+    added = y.sum(axis=0)
+    if scales is not None:
+        added = added * scales[0][..., None] * scales[1]
+    assert_same(run(x, y, weight, y_scales=scales), expected(x, added.astype(BF16), weight))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 96), (5, 4096)], ids=str)
+@by_dtype
+def test_norms_in_fp8(run, shape, dtype):
+    x, y, weight = operands(shape, dtype, dtype, dtype)
+    weight[7] = 1e-3  # as small as e4m3 knows
+    total, (numbers, scales) = run(x, y, weight, quantize=True)
+    wanted_total, wanted = expected(x, y, weight)
+    np.testing.assert_array_equal(total, wanted_total)
+    assert (numbers.dtype, numbers.shape, scales.dtype, scales.shape) == (E4M3, shape, F32, shape[:-1])
+    largest = np.abs(wanted.astype(np.float32)).max(axis=-1)
+    np.testing.assert_allclose(scales, largest / 448, rtol=0.01)
+    found = np.asarray(numbers, np.float32) * np.asarray(scales)[..., None]
+    off = np.abs(found - wanted.astype(np.float32))
+    assert (off <= 2**-4 * 1.1 * np.abs(wanted.astype(np.float32)) + 2**-10 * np.asarray(scales)[..., None]).all()
+    assert (np.abs(np.asarray(numbers, np.float32)).max(axis=-1) == 448).all()
+
+
 def test_a_broken_row_breaks_no_other(run):
     x, y, weight = operands((2, 3, 96), BF16, BF16, BF16)
     clean = run(x, y, weight)
@@ -113,7 +144,7 @@ def test_nothing_is_written_behind_the_end_of_a_row():
         num_stages=1,
         interpret=True,
         name="add_norm",
-    )(x, y, weight)
+    )(x, y[None], weight)
     for array, wanted in zip(found, expected(x, y, weight), strict=True):
         np.testing.assert_allclose(array[:, :96], wanted, rtol=1e-6)
         assert np.isnan(array[:, 96:]).all()  # as the interpreter makes them
@@ -122,12 +153,15 @@ def test_nothing_is_written_behind_the_end_of_a_row():
 def test_no_tokens(run):
     total, normed = run(*operands((2, 0, 64), BF16, BF16, F32))
     assert (total.shape, total.dtype, normed.shape, normed.dtype) == ((2, 0, 64), BF16, (2, 0, 64), F32)
+    _, (numbers, scales) = run(*operands((2, 0, 64), BF16, BF16, F32), quantize=True)
+    assert (numbers.shape, numbers.dtype, scales.shape, scales.dtype) == ((2, 0, 64), E4M3, (2, 0), F32)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"y": np.zeros((1, 64), np.float32)}, r"x and y must be alike, .*; got \[2, 64\], \[1, 64\] and \[64\]"),
+        ({"y": np.zeros((3, 1, 64), np.float32)}, r"x and y must be alike, .*; got \[2, 64\], \[1, 64\] and \[64\]"),
         ({"weight": np.zeros(1, np.float32)}, r"and weight \[D\]; got \[2, 64\], \[2, 64\] and \[1\]"),
         ({"y": np.zeros((2, 64), np.int32)}, "must be floating; got float32, int32 and float32"),
         ({"y_scales": (np.ones(3), np.ones(64))}, r"y_scales must be \[\*T\] and \[D\]; got \[3\] and \[64\]"),
@@ -160,9 +194,11 @@ def test_lowers(shape, dtype):
     of_tokens, of_columns = (jax.ShapeDtypeStruct(s, F32) for s in (shape[:-1], shape[-1:]))
 
     def with_scales(x, y, weight, *scales):
-        return f(x, y, weight, y_scales=scales)
+        return f(x, y, weight, y_scales=scales, quantize=True)
 
-    assert "xla.gpu.triton" in cuda_lowering(with_scales, *shapes_of(shape, dtype), of_tokens, of_columns)
+    x, y, weight = shapes_of(shape, dtype)
+    for given in (y, jax.ShapeDtypeStruct((2, *shape), F32)):
+        assert "xla.gpu.triton" in cuda_lowering(with_scales, x, given, weight, of_tokens, of_columns)
 
 
 @pytest.mark.parametrize(("capability", "kernel"), [((9, 0), True), ((8, 9), True), ((8, 0), False), (None, False)])

@@ -47,20 +47,21 @@ def test_attention_lowers(implementation, shape, dtype):
         assert TARGETS[implementation] in cuda_lowering(f, *arguments(*SHAPES[shape], dtype))
 
 
-def write_arguments(shape, group, dtype, norms=True, rotary=True):
+def write_arguments(shape, group, dtype, norms=True, rotary=True, scales=False):
     """Of a page write of [B, T] tokens into pools of 8 kv heads."""
     struct = jax.ShapeDtypeStruct
     _, pool, _, _, _ = arguments(1, 32, 8, 128, dtype)
     table, weight = struct((*shape, 64), jnp.float32), struct((128,), BF16) if norms else None
     heads, slots = struct((*shape, 8, group + 2, 128), BF16), struct(shape, jnp.int32)
-    return pool, pool, heads, slots, Rotary(table, table, weight, weight) if rotary else None
+    factors = (struct(shape, jnp.float32), struct(heads.shape[-3:], jnp.float32)) if scales else None
+    return pool, pool, heads, slots, Rotary(table, table, weight, weight, factors) if rotary else None
 
 
 @pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=lambda d: jnp.dtype(d).name)
 @pytest.mark.parametrize("group", [0, 1, 4, 5, 8])
 def test_write_lowers(dtype, group):
     f = functools.partial(write_kv, implementation="triton")
-    for options in ({}, {"norms": False}, {"rotary": False}):
+    for options in ({}, {"norms": False}, {"rotary": False}, {"scales": True}):
         assert "xla.gpu.triton" in cuda_lowering(f, *write_arguments((64, 16), group, dtype, **options))
     assert "xla.gpu.triton" in cuda_lowering(f, *write_arguments((1, 8192), group, dtype))
 

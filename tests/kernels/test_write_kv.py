@@ -95,8 +95,10 @@ def test_skipped_tokens_write_nothing_even_if_they_are_nan(write):
 
 def test_leading_axes_are_tokens(write):
     heads, slots, rotary = tokens(group=2), np.arange(T, dtype=np.int32) * 5, rotary_of(BF16, "norms")
+    scales = np.linspace(0.5, 2, T, dtype=np.float32), np.full(heads.shape[1:], 3, np.float32)
+    rotary = dataclasses.replace(rotary, scales=scales)
     q, *flat = write(*pools(BF16), heads, slots, rotary)
-    rotary = dataclasses.replace(rotary, cos=rotary.cos.reshape(3, 4, -1), sin=rotary.sin.reshape(3, 4, -1))
+    rotary = jax.tree.map(lambda x: x.reshape(3, 4, *x.shape[1:]) if len(x) == T else x, rotary)
     found = write(*pools(BF16), heads.reshape(3, 4, K, 4, H), slots.reshape(3, 4), rotary)
     same_bits(found[0], np.asarray(q).reshape(3, 4, 2 * K, H))
     same_bits(found[1], np.asarray(flat[0]))
@@ -145,6 +147,21 @@ def test_norms_and_rope(write, dtype, norms, group):
     untouched = np.ones((P, S), bool)
     untouched[page, offset] = False
     same_bits(np.asarray(found[0]).swapaxes(1, 2)[untouched], k_pages.swapaxes(1, 2)[untouched])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize("group", [0, 3])
+def test_scales_of_fp8_products_come_first(write, dtype, group):
+    heads, rotary, slots = tokens(dtype=dtype, group=group), rotary_of(dtype, "norms"), np.arange(T, dtype=np.int32)
+    rng = np.random.default_rng(3)
+    of_tokens, of_columns = (rng.uniform(0.1, 9, s).astype(np.float32) for s in ((T,), heads.shape[1:]))
+    scaled = (heads.astype(np.float32) * (of_tokens[:, None, None, None] * of_columns)).astype(dtype)
+    q, *found = write(*pools(dtype), heads, slots, dataclasses.replace(rotary, scales=(of_tokens, of_columns)))
+    if group:
+        assert_close(q, by_hand(scaled[:, :, :group].reshape(T, -1, H), rotary.q_norm, rotary), dtype)
+    keys = np.asarray(found[0])[0, :, :T].swapaxes(0, 1)
+    assert_close(keys, by_hand(scaled[:, :, group], rotary.k_norm, rotary), dtype)
+    same_bits(found[1], by_loop(pools(dtype)[1], scaled[:, :, group + 1], slots, 1.0))
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=lambda d: jnp.dtype(d).name)
@@ -201,6 +218,10 @@ def test_8192_tokens_of_a_prefill(write):
         (
             {"rotary": dataclasses.replace(rotary_of(F32, "norms"), k_norm=np.ones(3, np.float32))},
             r"rotary.k_norm must be \[64\], as heads and slots are; got \[3\]",
+        ),
+        (
+            {"rotary": dataclasses.replace(rotary_of(F32, ""), scales=(np.ones(T), np.ones((K, 1, H))))},
+            r"rotary.scales\[1\] must be \[3, 3, 64\], as heads and slots are; got \[3, 1, 64\]",
         ),
         ({"slots": np.zeros(T, np.float32)}, "slots must be integers; got float32"),
         ({"k_scale": np.ones(2, np.float32)}, r"k_scale must be a scalar or one number a kv head \[3\]; got \[2\]"),
