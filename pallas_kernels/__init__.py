@@ -8,7 +8,7 @@ from pallas_kernels.all_reduce import Peers, all_reduce, all_reduce_add_norm
 from pallas_kernels.largest_product import largest, largest_product
 from pallas_kernels.masks import visible
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.product import product
+from pallas_kernels.product import product, split_product
 from pallas_kernels.quantize import quantize_gated, quantize_rows
 from pallas_kernels.rotary import Rotary
 from pallas_kernels.swiglu import gated, swiglu
@@ -27,6 +27,7 @@ __all__ = [
     "product",
     "quantize_gated",
     "quantize_rows",
+    "split_product",
     "swiglu",
     "visible",
     "write_kv",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, DTypeLike, Float
 
-from pallas_kernels import _compat
+from pallas_kernels import _compat, streams
 from pallas_kernels.product import mosaic, reference, triton
 
-__all__ = ["product"]
+__all__ = ["product", "split_product"]
 
 Implementation = Literal["mosaic", "triton", "reference"]
 
@@ -39,10 +40,7 @@ def product(
       ValueError: shapes or dtypes that do not belong together; the message prints them.
       NotImplementedError: what the chosen implementation cannot do, in a sentence.
     """
-    if x.ndim < 1 or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"x must be [*T, D] and weight [O, D]; got {list(x.shape)} and {list(weight.shape)}")
-    if x.dtype != weight.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"x and weight must be floating, and of one dtype; got {x.dtype} and {weight.dtype}")
+    _check(x, weight)
     match implementation or _fastest(x, weight, dtype or x.dtype, interpret):
         case "mosaic":
             return mosaic.product(x, weight, dtype or x.dtype)
@@ -52,6 +50,40 @@ def product(
             return reference.product(x, weight, dtype or x.dtype)
         case other:
             raise ValueError(f"implementation must be 'mosaic', 'triton', 'reference' or None; got {other!r}")
+
+
+def split_product(
+    x: Float[Array, "*T D"], weight: Float[Array, "O D"], dtype: DTypeLike | None = None
+) -> Float[Array, "*T O"] | Float[Array, "S *T O"]:
+    """The same for who adds it to something: in float32 parts where XLA makes such and sums them in another kernel.
+
+    Args and errors are ``product``'s.
+    """
+    _check(x, weight)
+    splits = _splits(x, weight)
+    if splits == 1 or _fastest(x, weight, dtype or x.dtype, interpret=False) != "reference":
+        return product(x, weight, dtype)
+    return reference.split_product(x, weight, splits)
+
+
+def _splits(x: Any, weight: Any) -> int:
+    """Two where a card of sm_90 has room for two sets of tiles of 128 by 128 and not for three: as XLA does (BENCH.md).
+
+    Only whole tiles of two rows of them were measured.
+    """
+    capability = _compat.compute_capability()
+    is_able = capability is not None and capability[0] == 9 and x.dtype != jnp.float32 and weight.shape[1] % 256 == 0
+    if not is_able or streams.tokens_of(x) != 256:
+        return 1
+    tiles = 2 * pl.cdiv(len(weight), 128)
+    return 2 if streams.is_large(weight) and 2 * tiles <= _compat.sm_count() < 3 * tiles else 1
+
+
+def _check(x: Any, weight: Any) -> None:
+    if x.ndim < 1 or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"x must be [*T, D] and weight [O, D]; got {list(x.shape)} and {list(weight.shape)}")
+    if x.dtype != weight.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x and weight must be floating, and of one dtype; got {x.dtype} and {weight.dtype}")
 
 
 def _fastest(x: Any, weight: Any, dtype: Any, interpret: bool) -> Implementation:

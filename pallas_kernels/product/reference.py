@@ -19,3 +19,11 @@ def product(
     kept = None if dtype == x.dtype else dtype
     out = lax.dot_general(rows, weight, dimensions, precision=precision, preferred_element_type=kept)
     return out.reshape(*x.shape[:-1], len(weight))
+
+
+def split_product(x: Float[Array, "*T D"], weight: Float[Array, "O D"], splits: int) -> Float[Array, "S *T O"]:
+    """Its parts along the inputs, in float32."""
+    rows, columns = x.reshape(-1, splits, x.shape[-1] // splits), weight.reshape(len(weight), splits, -1)
+    dimensions = (((2,), (2,)), ((1,), (1,)))
+    parts = lax.dot_general(rows, columns, dimensions, preferred_element_type=jnp.float32)
+    return parts.reshape(splits, *x.shape[:-1], len(weight))

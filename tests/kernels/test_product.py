@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as Spec
 
 from dflash_jax.models.linear import project
-from pallas_kernels import _compat, product, swiglu
-from pallas_kernels.product import triton
+from pallas_kernels import _compat, product, split_product, swiglu
+from pallas_kernels.product import reference, triton
 from pallas_kernels.streams import Config
 from pallas_kernels.swiglu import triton as swiglu_triton
 from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, error, mesh_of, operands, shapes
@@ -48,6 +48,39 @@ def test_product_of_fp8(dtype, most):
     assert (found.dtype, found.shape) == (dtype, (2, 3, 128))
     x, weight = wide(x, weight)
     assert error(found, x @ weight.T) < most
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(BF16, 1e-6), (E4M3, 1e-6 if not ON_GPU else 2e-3)], ids=["bf16", "e4m3"])
+def test_parts_sum_up_to_the_product(dtype, most):
+    x, weight = operands((2, 3), (128, 1024), dtype)
+    parts = jax.jit(functools.partial(reference.split_product, splits=2))(x, weight)
+    assert (parts.dtype, parts.shape) == (F32, (2, 2, 3, 128))
+    x, weight = wide(x, weight)
+    for part, half in zip(parts, (slice(512), slice(512, None)), strict=True):
+        assert error(part, x[..., half] @ weight[:, half].T) < most
+
+
+@pytest.mark.parametrize(
+    ("capability", "tokens", "rows", "width", "dtype", "parts"),
+    [
+        ((9, 0), 256, 4096, 12288, BF16, 2),
+        ((9, 0), 256, 4096, 12288, E4M3, 2),
+        ((9, 0), 254, 4096, 12288, BF16, 1),
+        ((9, 0), 256, 4096, 12288, F32, 1),
+        ((9, 0), 256, 4096, 4096, BF16, 1),  # has a kernel
+        ((9, 0), 128, 4096, 12288, BF16, 1),
+        ((9, 0), 384, 4096, 12288, BF16, 1),
+        ((9, 0), 256, 2048, 12288, BF16, 1),  # XLA may make more parts
+        ((9, 0), 256, 4096, 2048, BF16, 1),  # small
+        ((8, 9), 256, 4096, 12288, BF16, 1),
+        (None, 256, 4096, 12288, BF16, 1),
+    ],
+)
+def test_what_is_left_in_parts(monkeypatch, capability, tokens, rows, width, dtype, parts):
+    monkeypatch.setattr(_compat, "compute_capability", lambda: capability)
+    given = shapes((2, tokens // 2), (rows, width), dtype)
+    found = jax.eval_shape(functools.partial(split_product, dtype=F32 if dtype == E4M3 else None), *given)
+    assert found.shape == (parts,) * (parts > 1) + (2, tokens // 2, rows)
 
 
 @by_dtype
