@@ -1,6 +1,7 @@
 """What a step and the pools take of a device's memory, what that leaves, and what is said when it is too little."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -179,6 +180,9 @@ def test_what_a_step_takes():
     rounds = memory.step_bytes(*PAIR, options(PAIR), tokens=1024, rows=1024)
     assert rounds == 2 * 1024 * 5 * 4096 + memory.LOGITS_COPIES * 4 * 1024 * 151936
     assert memory.step_bytes(PAIR[0], None, options(PAIR), tokens=8192, rows=1) == 2 * 8192 * (4 * 4096 + 3 * 12288)
+    narrow = [replace(model, hidden_size=64, intermediate_size=64, num_attention_heads=8) for model in PAIR]
+    of_context = memory.step_bytes(*narrow, options(PAIR), tokens=8192, rows=1)
+    assert of_context == 2 * 8192 * (5 * 64 + 64 + 2 * 2 * 5 * 8 * 128)
     few, many, longer = (
         memory.working_bytes(*PAIR, options(PAIR, **more))
         for more in ({"max_num_seqs": 1}, {"max_num_seqs": 64}, {"max_num_seqs": 1, "max_num_batched_tokens": 16384})

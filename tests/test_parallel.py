@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as Spec
 from dflash_jax.config import target_config
 from dflash_jax.engine.round import bind_target
 from dflash_jax.engine.state import StepSpec
+from dflash_jax.models import parallel
 from dflash_jax.models.parallel import Devices, likeliest, look_up, project_add_norm
 from dflash_jax.models.quantized import Quantized, to_e4m3
 from dflash_jax.models.tables import build, checkpoint_table, parameters_of
@@ -67,6 +68,24 @@ def test_a_product_of_split_inputs(devices, heads, with_bias):
     found = jax.jit(lambda w: project_add_norm(x, inputs, w, bias, norm, 1e-6, devices))(given)
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_product_is_left_in_parts_for_who_adds_it(monkeypatch, serves):
+    """Where it is for serving; what is trained has none."""
+    monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
+    seen = []
+
+    def added(x, y, *others, **options):
+        seen.append(y.shape)
+        return x, x
+
+    monkeypatch.setattr(parallel, "add_norm", added)
+    shapes = (2, 128, 4096), (2, 128, 12288), (4096, 12288), (4096,)
+    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    over = Devices(Mesh(np.array(jax.devices()[:1]), ("tp",))) if serves else None
+    jax.eval_shape(lambda x, y, weight, norm: project_add_norm(x, y, weight, None, norm, 1e-6, over), *given)
+    assert seen == [(2, 2, 128, 4096) if serves else (2, 128, 4096)]
 
 
 def test_a_quantised_weight_of_split_inputs(devices):

@@ -11,13 +11,16 @@ import pytest
 from dflash_jax import LLM, ConfigError, SamplingParams
 from dflash_jax.checkpoint.loader import load_params
 from dflash_jax.engine import engine as engine_module
+from dflash_jax.models.dflash import DraftModel
 from dflash_jax.models.linear import logits_of, project
-from dflash_jax.models.quantized import QUANTIZED, Quantized, to_e4m3
+from dflash_jax.models.parallel import Devices
+from dflash_jax.models.quantized import CONTEXT, QUANTIZED, Quantized, QuantizedRows, to_e4m3
 from pallas_kernels import _compat
 from tests.kernels.cases import cuda_lowering
 from tests.pairs import (
     DRAFT,
     TARGET,
+    empty_cache,
     golden_cases,
     golden_llm,
     greedy,
@@ -155,12 +158,16 @@ def test_projections_and_the_head_are_quantised_and_nothing_else(tmp_path, tied,
     head = after.pop("['lm_head']")
     original = before.pop("['lm_head']", target["embed_tokens" if tied else "lm_head"])
     np.testing.assert_array_equal(head.values, quantized(original, 1).values)
-    for name in [name for name in before if "['q_proj" in name]:  # joined; the context's, without queries, stay too
-        parts = before.pop(name), before[name.replace("q_proj", "kv_proj")]
-        before[name.replace("q_proj", "qkv_proj")] = np.concatenate(parts, axis=1)
+    for ending in ("", "_bias"):  # joined; those of all layers without queries, for the context, stand beside them
+        names = [name for name in before if f"['q_proj{ending}']" in name]
+        keys_values = [before.pop(name.replace("q_proj", "kv_proj")) for name in names]
+        for name, of_context in zip(names, keys_values, strict=True):
+            before[name.replace("q_proj", "qkv_proj")] = np.concatenate([before.pop(name), of_context], axis=1)
+        if names:
+            before[f"['{CONTEXT}{ending}']"] = np.concatenate(keys_values, axis=1)
     assert before.keys() == after.keys()
     for name, leaf in after.items():
-        if name.endswith(tuple(f"['{projection}']" for projection in QUANTIZED)):
+        if name.endswith(tuple(f"['{projection}']" for projection in (*QUANTIZED, CONTEXT))):
             assert leaf.shape == before[name].shape
             error = np.abs(dequantized(leaf) - np.asarray(before[name]))
             assert 0 < error.max() <= HALF_ULP * np.abs(before[name]).max()
@@ -221,7 +228,7 @@ def test_four_devices_hold_what_one_holds(tmp_path, kv_heads):
     for weight, divided, by_rows in (
         (draft["lm_head"], True, True),
         (draft["fc"], False, False),
-        (layer["self_attn"]["kv_proj"], kv_heads == 4, kv_heads == 4),
+        (draft[CONTEXT], kv_heads == 4, kv_heads == 4),
         (layer["self_attn"]["qkv_proj"], kv_heads == 4, kv_heads == 4),
         (layer["self_attn"]["o_proj"], True, False),
         (layer["mlp"]["gate_up_proj"], True, True),
@@ -232,6 +239,35 @@ def test_four_devices_hold_what_one_holds(tmp_path, kv_heads):
     if kv_heads == 4:
         outputs = [llm.generate(prompts_of(2, 64), greedy(20)) for llm in (one, four)]
         assert tokens_of(outputs[0]) == tokens_of(outputs[1])
+
+
+@pytest.mark.parametrize("draft", [{}, {"attention_bias": True}], ids=["plain", "biases"])
+def test_keys_and_values_of_all_layers_at_once_are_those_of_each(tmp_path, draft):
+    engine = LLM(*small_pair(tmp_path, draft=draft), max_num_seqs=1, draft_quantization="fp8").engine
+    config, params = engine.spec.draft, engine.runner.params[1]
+    apart = dict(params)
+    for ending in ("", "_bias") if draft else ("",):
+        joined = apart.pop(f"{CONTEXT}{ending}")
+        for i in range(config.num_hidden_layers):
+            own = jax.tree.map(lambda x, i=i: x[:, 2 * i : 2 * i + 2], joined)
+            name, layer = f"layers_{i}", apart[f"layers_{i}"]
+            apart[name] = layer | {"self_attn": layer["self_attn"] | {f"kv_proj{ending}": own}}
+    features = jnp.asarray(numbers((7, len(engine.spec.taps) * config.hidden_size))[None, 1:])
+    positions = jnp.arange(6)[None]
+
+    def context(params):
+        drafter = DraftModel(config, Devices(engine.spec.mesh)).bind({"params": params})
+        return drafter.write_context(features, positions, empty_cache(config, 6))
+
+    found = context(params)
+    assert_same(found, context(apart))
+    assert all(np.abs(array).max() > 0 for array in found.keys + found.values)
+
+
+def test_rows_in_fp8_want_a_weight_in_fp8():
+    rows = QuantizedRows(*to_e4m3(jnp.ones((1, 2, 64)), 2), jnp.float32)
+    with pytest.raises(TypeError, match="multiplied by a weight in fp8; this is"):
+        project(rows, jnp.ones((3, 64)))
 
 
 # --- outputs and acceptance

@@ -17,7 +17,7 @@ from dflash_jax.config import LayerMask
 from dflash_jax.engine import round as steps
 from dflash_jax.engine.state import DEFERRED, Slots
 from dflash_jax.models.dflash import DraftModel
-from dflash_jax.models.layers import DecoderLayer, rms_norm
+from dflash_jax.models.layers import rms_norm
 from tests.pairs import empty_cache, golden_cases, golden_llm, greedy, prompt, tokens_of
 
 PAIR = "qwen3_swa_tied"
@@ -145,13 +145,13 @@ def anchor_slot_holds_the_mask(monkeypatch):
 
 
 def context_goes_through_the_input_norm(monkeypatch):
-    original = DecoderLayer.write_context
+    def normed(self, context):
+        eps = self.config.rms_norm_eps
+        return [
+            layer.self_attn.keys_values(rms_norm(context, layer.norms["input_layernorm"], eps)) for layer in self.layers
+        ]
 
-    def normed(self, context, rope, positions, cache):
-        context = rms_norm(context, self.norms["input_layernorm"], self.config.rms_norm_eps)
-        return original(self, context, rope, positions, cache)
-
-    monkeypatch.setattr(DecoderLayer, "write_context", normed)
+    monkeypatch.setattr(DraftModel, "_context_heads", normed)
 
 
 def rope_of_another_theta(monkeypatch):

@@ -12,6 +12,7 @@ from dflash_jax.config import DecoderConfig, DraftConfig, EngineConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.memory import bytes_per_token, capacity_of, free_bytes
 from dflash_jax.errors import ConfigError
+from dflash_jax.models.quantized import CONTEXT
 from pallas_kernels.timing import table
 
 BASELINE_FIELDS = {"draft", "kv", "batch", "ctx", "tp", "decode_step_ms_median", "ttft_max_s"}
@@ -30,17 +31,11 @@ def weight_bytes(engine: Engine) -> dict[str, int]:
     layers = {name: value for name, value in target.items() if name not in ("lm_head", "embed_tokens")}
     found = {"target": _on_first_device(layers) + _on_first_device(head)}
     if draft:
-        found["draft"] = _on_first_device({name: _once(value) for name, value in draft.items() if name != "lm_head"})
+        # What an fp8 drafter has for its context alone is a copy of its keys' and values' projections.
+        copies = {"lm_head", CONTEXT, f"{CONTEXT}_bias"}
+        found["draft"] = _on_first_device({name: value for name, value in draft.items() if name not in copies})
         found["draft_head"] = _on_first_device(draft.get("lm_head", head))
     return found
-
-
-def _once(node: Any) -> Any:
-    """Parameters without the copies of keys' and values' projections that an fp8 drafter has for its context."""
-    if not isinstance(node, dict):
-        return node
-    copies = ("kv_proj", "kv_proj_bias") if "qkv_proj" in node else ()
-    return {name: _once(value) for name, value in node.items() if name not in copies}
 
 
 def _on_first_device(tree: Any) -> int:

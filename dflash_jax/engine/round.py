@@ -355,7 +355,7 @@ def draft_block(
     embedded = target.embed(jnp.concatenate([slots.anchor[:, None], masked], axis=1))
     hidden, cache = drafter(embedded, positions, cache)
     # Row j predicts the token at its own position; the anchor's is already known.
-    return drafter.tokens(hidden[:, 1:], target.head), cache
+    return drafter.tokens(jax.tree.map(lambda x: x[:, 1:], hidden), target.head), cache
 
 
 def accepted(tokens: Int[Array, "B T"], drafts: Int[Array, "B R"]) -> Int[Array, " B"]:

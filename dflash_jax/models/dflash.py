@@ -8,12 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import flax.linen as nn
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DraftConfig
 from dflash_jax.models.layers import DecoderLayer, KVCache, rms_norm, rope_tables, run_layers
 from dflash_jax.models.linear import project
 from dflash_jax.models.parallel import Devices, likeliest_product
+from dflash_jax.models.quantized import CONTEXT, QuantizedRows
 from dflash_jax.models.tables import declare, outer_table
 
 
@@ -42,13 +44,21 @@ class DraftModel(nn.Module):
         """
         context = rms_norm(project(features, self.weights["fc"]), self.weights["hidden_norm"], self.config.rms_norm_eps)
         rope = rope_tables(self.config, positions)
-        for layer in self.layers:
-            cache = layer.write_context(context, rope, positions, cache)
+        for layer, heads in zip(self.layers, self._context_heads(context), strict=True):
+            cache = layer.write_context(heads, rope, positions, cache)
         return cache
+
+    def _context_heads(self, context: Float[Array, "B T D"]) -> list[Float[Array, "B T K 2 H"]]:
+        """Keys and values of every layer: no input norm, no MLP."""
+        joined: Any = self.get_variable("params", CONTEXT)  # undeclared where one array has those of all layers
+        if joined is None:
+            return [layer.self_attn.keys_values(context) for layer in self.layers]
+        heads = project(context, joined, self.get_variable("params", f"{CONTEXT}_bias"))
+        return jnp.split(heads, len(self.layers), axis=-2)
 
     def __call__(
         self, block: Float[Array, "B G D"], positions: Int[Array, "B G"], cache: KVCache
-    ) -> tuple[Float[Array, "B G D"], KVCache]:
+    ) -> tuple[Float[Array, "B G D"] | QuantizedRows, KVCache]:
         """Hidden states of a block after the last norm; row j (from 1) predicts the token AT its position.
 
         Args:
@@ -59,7 +69,9 @@ class DraftModel(nn.Module):
         _, hidden, cache = run_layers(self.config, self.layers, block, self.weights["norm"], positions, cache)
         return hidden, cache
 
-    def tokens(self, hidden: Float[Array, "B T D"], target_head: Float[Array, "V D"]) -> Int[Array, "B T"]:
+    def tokens(
+        self, hidden: Float[Array, "B T D"] | QuantizedRows, target_head: Float[Array, "V D"]
+    ) -> Int[Array, "B T"]:
         """The likeliest token of each row, in the target's vocabulary."""
         own_head: Any = self.get_variable("params", "lm_head")  # undeclared where it is an fp8 copy of the target's
         drafted, _ = likeliest_product(hidden, target_head if own_head is None else own_head, self.devices)

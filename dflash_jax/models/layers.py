@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.config import DecoderConfig, LayerMask, RopeConfig
 from dflash_jax.models.linear import project
 from dflash_jax.models.parallel import Devices, project_add_norm, project_swiglu
-from dflash_jax.models.quantized import Quantized
+from dflash_jax.models.quantized import Quantized, QuantizedRows
 from dflash_jax.models.tables import attention_table, declare, mlp_table, norms_table
 from pallas_kernels.rotary import Rotary, rms_norm
 
@@ -39,7 +39,7 @@ class KVCache(Protocol):
         Args:
             layer: whose they are.
             heads: as projected: of each kv head, side by side, its J - 2 query heads, its key and its value.
-            rotary: what is done to queries and keys first.
+            rotary: what is done to them first: scales of all of them, norm and RoPE of queries and keys.
             positions: of the tokens.
         """
         ...
@@ -118,23 +118,28 @@ class Attention(nn.Module):
         else:
             self.weights = declare(self, attention_table(self.config), self.config)
 
-    def _project(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T K J H"]:
+    def _project(self, name: str, x: Float[Array, "B T D"] | QuantizedRows) -> Float[Array, "B T K J H"]:
         alone = self.devices is not None and self.devices.mesh.size == 1
         return project(x, self.weights[name], self.weights.get(f"{name}_bias"), alone=alone)
 
-    def heads(self, x: Float[Array, "B T D"]) -> Float[Array, "B T K J H"]:
-        """Of each kv head, side by side, its query heads, its key and its value; before norm and RoPE."""
-        if "qkv_proj" in self.weights:
-            return self._project("qkv_proj", x)
-        return jnp.concatenate([self._project("q_proj", x), self.keys_values(x)], axis=-2)
+    def heads(self, x: Float[Array, "B T D"] | QuantizedRows, rope: Rope) -> tuple[Float[Array, "B T K J H"], Rotary]:
+        """Of each kv head, side by side, its query heads, its key and its value; and what they still lack."""
+        if "qkv_proj" not in self.weights:
+            return jnp.concatenate([self._project("q_proj", x), self.keys_values(x)], axis=-2), self.rotary(rope)
+        weight = self.weights["qkv_proj"]
+        if isinstance(weight, Quantized) and weight.is_whole and "qkv_proj_bias" not in self.weights:
+            raw, of_tokens, _ = weight.raw_product(x, x.dtype)
+            return raw.reshape(*x.shape[:2], *weight.scales.shape), self.rotary(rope, (of_tokens, weight.scales))
+        return self._project("qkv_proj", x), self.rotary(rope)
 
-    def keys_values(self, x: Float[Array, "B T D"]) -> Float[Array, "B T K 2 H"]:
+    def keys_values(self, x: Float[Array, "B T D"] | QuantizedRows) -> Float[Array, "B T K 2 H"]:
         """The same without queries; of a drafter, whose queries have weights of their own."""
         return self._project("kv_proj", x)
 
-    def rotary(self, rope: Rope) -> Rotary:
-        """What `heads` still lack before they are attended with."""
-        return Rotary(*rope, self.weights.get("q_norm"), self.weights.get("k_norm"), self.config.rms_norm_eps)
+    def rotary(self, rope: Rope, scales: tuple[Array, Array] | None = None) -> Rotary:
+        """What projected heads lack before they are attended with; scales are those of fp8 products."""
+        norms = self.weights.get("q_norm"), self.weights.get("k_norm")
+        return Rotary(*rope, *norms, scales, self.config.rms_norm_eps)
 
 
 class MLP(nn.Module):
@@ -146,7 +151,7 @@ class MLP(nn.Module):
     def setup(self) -> None:
         self.weights = declare(self, mlp_table(self.config), self.config)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"] | Quantized:
+    def __call__(self, x: Float[Array, "B T D"] | QuantizedRows) -> Float[Array, "B T F"] | QuantizedRows:
         weight, bias = self.weights["gate_up_proj"], self.weights.get("gate_up_proj_bias")
         return project_swiglu(x, weight, bias, self.devices)
 
@@ -169,13 +174,13 @@ class DecoderLayer(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        h: Float[Array, "B T D"],
+        h: Float[Array, "B T D"] | QuantizedRows,
         next_norm: Float[Array, " D"],
         rope: Rope,
         positions: Int[Array, "B T"],
         kv_length: Int[Array, " B"],
         cache: KVCache,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], KVCache]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | QuantizedRows, KVCache]:
         """The residual stream after the layer, the same normed for what follows, and the cache.
 
         A norm belongs to the addition before it, which the same kernel does: so h is x after this layer's input norm,
@@ -194,10 +199,10 @@ class DecoderLayer(nn.Module):
         return *self.attend(x, q, next_norm, positions, kv_length, cache), cache
 
     def write(
-        self, h: Float[Array, "B T D"], rope: Rope, positions: Int[Array, "B T"], cache: KVCache
+        self, h: Float[Array, "B T D"] | QuantizedRows, rope: Rope, positions: Int[Array, "B T"], cache: KVCache
     ) -> tuple[Float[Array, "B T N H"], KVCache]:
         """The first half of the layer, which stores keys and values: its queries, and the cache."""
-        return cache.write(self.index, self.self_attn.heads(h), self.self_attn.rotary(rope), positions)
+        return cache.write(self.index, *self.self_attn.heads(h, rope), positions)
 
     def attend(
         self,
@@ -207,7 +212,7 @@ class DecoderLayer(nn.Module):
         positions: Int[Array, "B T"],
         kv_length: Int[Array, " B"],
         cache: KVCache,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | QuantizedRows]:
         """The second half, of as many of the tokens as there are queries; arguments and results are the layer's."""
         heads = cache.attend(self.index, q, positions, kv_length, self.config.layers[self.index])
         x, h = self._add_norm(x, heads, self.self_attn.weights, "o_proj", self.norms["post_attention_layernorm"])
@@ -216,20 +221,19 @@ class DecoderLayer(nn.Module):
     def _add_norm(
         self,
         x: Float[Array, "B T D"],
-        inputs: Array | Quantized,
+        inputs: Array | QuantizedRows,
         weights: Mapping[str, Any],
         name: str,
         norm: Float[Array, " D"],
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | QuantizedRows]:
         """X plus the projection of that name, and the same normed."""
         weight, bias = weights[name], weights.get(f"{name}_bias")
         return project_add_norm(x, inputs, weight, bias, norm, self.config.rms_norm_eps, self.devices)
 
     def write_context(
-        self, context: Float[Array, "B T D"], rope: Rope, positions: Int[Array, "B T"], cache: KVCache
+        self, heads: Float[Array, "B T K 2 H"], rope: Rope, positions: Int[Array, "B T"], cache: KVCache
     ) -> KVCache:
-        """Keys and values of context features (drafter layers only): no input norm, no MLP."""
-        heads = self.self_attn.keys_values(context)
+        """Store projected keys and values of context features (drafter layers only)."""
         return cache.write(self.index, heads, self.self_attn.rotary(rope), positions)[1]
 
 
@@ -240,7 +244,7 @@ def run_layers(
     last_norm: Float[Array, " D"],
     positions: Int[Array, "B T"],
     cache: KVCache,
-) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], KVCache]:
+) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"] | QuantizedRows, KVCache]:
     """Layers of a model, from the first on, over embeddings x; `last_norm` is the weight of the norm after them.
 
     Returns:
@@ -249,7 +253,7 @@ def run_layers(
     rope = rope_tables(config, positions)
     kv_length = positions.max(axis=1) + 1
     first, *rest = [*(layer.norms["input_layernorm"] for layer in layers), last_norm]
-    h = rms_norm(x, first, config.rms_norm_eps)
+    h: Array | QuantizedRows = rms_norm(x, first, config.rms_norm_eps)
     outputs = []
     for layer, next_norm in zip(layers, rest, strict=True):
         x, h, cache = layer(x, h, next_norm, rope, positions, kv_length, cache)

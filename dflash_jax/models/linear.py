@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from dflash_jax.models.quantized import Quantized
+from dflash_jax.models.quantized import Quantized, QuantizedRows
 from dflash_jax.models.transposed import Transposed
 from pallas_kernels import product
 
@@ -16,7 +16,7 @@ Weight = Array | Quantized | Transposed
 
 
 def project(
-    x: Float[Array, "B T *I"], weight: Weight, bias: Array | None = None, *, alone: bool = False
+    x: Float[Array, "B T *I"] | QuantizedRows, weight: Weight, bias: Array | None = None, *, alone: bool = False
 ) -> Float[Array, "B T *O"]:
     """X @ weight.T for a weight [*O, *I], giving x's dtype; float32 stays float32 on every device (no TF32).
 
@@ -24,9 +24,11 @@ def project(
     """
     inner = x.shape[2:]
     outer = weight.shape[: -len(inner)]
-    tokens = x.reshape(*x.shape[:2], math.prod(inner))
+    tokens = x if isinstance(x, QuantizedRows) else x.reshape(*x.shape[:2], math.prod(inner))
     if isinstance(weight, Quantized):
         out = weight.product(tokens, x.dtype)
+    elif isinstance(tokens, QuantizedRows):
+        raise TypeError(f"Rows in fp8 are multiplied by a weight in fp8; this is {type(weight).__name__}.")
     elif isinstance(weight, Transposed):
         out = weight.product(tokens.reshape(-1, tokens.shape[-1])).astype(x.dtype)
     else:

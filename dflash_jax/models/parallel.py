@@ -6,6 +6,7 @@ devices: the library's collectives would cut it into pieces that the host launch
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.linear import Weight, logits_of, project
-from dflash_jax.models.quantized import Quantized
+from dflash_jax.models.quantized import Quantized, QuantizedRows
 from dflash_jax.models.transposed import Transposed
 from pallas_kernels import (
     Peers,
@@ -26,6 +27,7 @@ from pallas_kernels import (
     largest,
     largest_product,
     quantize_rows,
+    split_product,
     swiglu,
 )
 
@@ -46,14 +48,14 @@ class Devices:
 
 def project_add_norm(
     x: Float[Array, "B T D"],
-    inputs: Float[Array, "B T *I"] | Quantized,
+    inputs: Float[Array, "B T *I"] | QuantizedRows,
     weight: Weight,
     bias: Float[Array, " D"] | None,
     norm: Float[Array, " D"],
     eps: float,
     devices: Devices | None,
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-    """X plus the projected inputs, and the same normed.
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | QuantizedRows]:
+    """X plus the projected inputs, and the same normed; quantised, too, where all that follows is, on one device.
 
     Args:
         x: the residual stream.
@@ -65,14 +67,20 @@ def project_add_norm(
         devices: run kernels, which serve and know no gradients; None gives what can be trained, and split by XLA.
     """
     if devices is not None and isinstance(weight, Quantized) and weight.is_whole and bias is None:
-        tokens = inputs if isinstance(inputs, Quantized) else inputs.reshape(*x.shape[:2], -1)
-        y, of_token, of_output = weight.raw_product(tokens, x.dtype)
-        return add_norm(x, y, norm, eps, (of_token, of_output))
-    assert not isinstance(inputs, Quantized)
+        tokens = inputs if isinstance(inputs, QuantizedRows) else inputs.reshape(*x.shape[:2], -1)
+        y, of_token, of_output = weight.raw_product(tokens, x.dtype, is_added=True)
+        added, (values, scales) = add_norm(x, y, norm, eps, (of_token, of_output), quantize=True)
+        return added, QuantizedRows(values, scales, x.dtype)
+    assert not isinstance(inputs, QuantizedRows)
     if devices is None:
         return add_norm(x, project(inputs, weight, bias), norm, eps, implementation="reference")
     if devices.mesh.size == 1:
-        return add_norm(x, project(inputs, weight, bias, alone=True), norm, eps)
+        if bias is None and isinstance(weight, Array):
+            width = math.prod(inputs.shape[2:])
+            y = split_product(inputs.reshape(*x.shape[:2], width), weight.reshape(len(weight), width))
+        else:
+            y = project(inputs, weight, bias, alone=True)
+        return add_norm(x, y, norm, eps)
     is_split = devices.share(inputs.shape[2])
 
     leaves, form = jax.tree.flatten(weight)  # a weight may be several arrays
@@ -96,8 +104,11 @@ def project_add_norm(
 
 
 def project_swiglu(
-    x: Float[Array, "B T D"], weight: Weight, bias: Float[Array, "E 2 I"] | None, devices: Devices | None
-) -> Float[Array, "B T F"] | Quantized:
+    x: Float[Array, "B T D"] | QuantizedRows,
+    weight: Weight,
+    bias: Float[Array, "E 2 I"] | None,
+    devices: Devices | None,
+) -> Float[Array, "B T F"] | QuantizedRows:
     """The hidden units of an MLP, split over the devices where their parts are; of one device's quantised MLP so, too.
 
     Args:
@@ -110,6 +121,7 @@ def project_swiglu(
         return weight.gated_product(x)
     if devices is None or bias is not None or isinstance(weight, Quantized | Transposed):
         return gated(project(x, weight, bias))
+    assert not isinstance(x, QuantizedRows)
     if devices.mesh.size == 1:
         return swiglu(x, weight)
     is_split, whole = devices.share(len(weight)), PartitionSpec()
@@ -154,7 +166,10 @@ def likeliest(logits: Float[Array, "B T V"], devices: Devices | None) -> tuple[I
 
 
 def likeliest_product(
-    hidden: Float[Array, "B T D"], head: Weight, devices: Devices | None, length: Int[Array, ""] | None = None
+    hidden: Float[Array, "B T D"] | QuantizedRows,
+    head: Weight,
+    devices: Devices | None,
+    length: Int[Array, ""] | None = None,
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
     """The same of the logits that a head [V, D] gives, which need not be kept; of an fp8 head the logits are scaled.
 
@@ -164,6 +179,9 @@ def likeliest_product(
         devices: as for `project_add_norm`.
         length: of the B * T rows the first so many are wanted; what is found for the others is anything.
     """
+    if isinstance(hidden, QuantizedRows):
+        assert isinstance(head, Quantized)
+        return largest_product(hidden.values, head.values, head.scales, length)
     if devices is None or isinstance(head, Transposed):
         return likeliest(logits_of(hidden, head), devices)
     is_split, whole = devices.share(head.shape[0]), PartitionSpec()

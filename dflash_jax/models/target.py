@@ -52,6 +52,7 @@ class TargetModel(nn.Module):
         """
         x = self.embed(tokens)
         outputs, hidden, cache = run_layers(self.config, self.layers, x, self.weights["norm"], positions, cache)
+        assert isinstance(hidden, Array), "a drafter alone is quantised"
         return hidden, _side_by_side(x, outputs, taps), cache
 
     def prefill(
@@ -78,8 +79,10 @@ class TargetModel(nn.Module):
         norm, kv_length, end = self.weights["norm"], positions.max(axis=1) + 1, positions.argmax(axis=1)
         if last.index in taps:
             after, hidden = last.attend(before, q, norm, positions, kv_length, cache)
+            assert isinstance(hidden, Array)
             return _row(hidden, end), _side_by_side(x, [*outputs, after], taps), before, cache
         _, hidden = last.attend(_row(before, end), _row(q, end), norm, _row(positions, end), kv_length, cache)
+        assert isinstance(hidden, Array)
         return hidden, _side_by_side(x, outputs, taps), before, cache
 
     def finish(
@@ -94,8 +97,10 @@ class TargetModel(nn.Module):
         """
         last = self.layers[-1]
         h = rms_norm(before, last.norms["input_layernorm"], self.config.rms_norm_eps)
-        q, _, _ = split_heads(last.self_attn.heads(h), last.self_attn.rotary(rope_tables(self.config, positions)))
-        return last.attend(before, q, self.weights["norm"], positions, positions.max(axis=1) + 1, cache)[1]
+        q, _, _ = split_heads(*last.self_attn.heads(h, rope_tables(self.config, positions)))
+        _, hidden = last.attend(before, q, self.weights["norm"], positions, positions.max(axis=1) + 1, cache)
+        assert isinstance(hidden, Array)
+        return hidden
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Token embeddings; the drafter shares them."""

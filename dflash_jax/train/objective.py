@@ -71,6 +71,7 @@ def draft_hidden(
     assert isinstance(context, SequenceCache)
     rows = (anchors[..., None] + jnp.arange(G)).reshape(B, A * G)
     hidden, _ = model(block.reshape(B, A * G, D), rows, PackedBlocks(context, anchors))
+    assert isinstance(hidden, Array), "what is trained is not quantised"
     return hidden.reshape(B, A, G, D)
 
 
