@@ -20,11 +20,11 @@ def add_norm(
     quantize: bool = False,
 ) -> tuple[Float[Array, "*T D"], Any]:
     """See ``pallas_kernels.add_norm``."""
+    is_plain = y.ndim == x.ndim and y_scales is None
     if y.ndim > x.ndim:
         y = y.sum(axis=0, dtype=jnp.float32)
-        y = y if y_scales is not None else y.astype(x.dtype)
     if y_scales is not None:
-        y = (y.astype(jnp.float32) * y_scales[0][..., None] * y_scales[1]).astype(x.dtype)
-    total = x + y
+        y = y.astype(jnp.float32) * y_scales[0][..., None] * y_scales[1]
+    total = x + (y if is_plain else y.astype(x.dtype))
     normed = rms_norm(total, weight, eps)
     return total, quantize_rows(normed) if quantize else normed

@@ -14,6 +14,7 @@ from pallas_kernels.product import mosaic, reference, triton
 __all__ = ["product", "split_product"]
 
 Implementation = Literal["mosaic", "triton", "reference"]
+TILE = 128  # rows, of x and of a weight, of the tiles that XLA splits the inputs for
 
 
 def product(
@@ -67,15 +68,15 @@ def split_product(
 
 
 def _splits(x: Any, weight: Any) -> int:
-    """Two where a card of sm_90 has room for two sets of tiles of 128 by 128 and not for three: as XLA does (BENCH.md).
+    """Two where a card of sm_90 has room for two sets of XLA's tiles and not for three, as XLA does (BENCH.md).
 
-    Only whole tiles of two rows of them were measured.
+    Two whole rows of tiles, since no others were measured.
     """
     capability = _compat.compute_capability()
     is_able = capability is not None and capability[0] == 9 and x.dtype != jnp.float32 and weight.shape[1] % 256 == 0
-    if not is_able or streams.tokens_of(x) != 256:
+    if not is_able or streams.tokens_of(x) != 2 * TILE:
         return 1
-    tiles = 2 * pl.cdiv(len(weight), 128)
+    tiles = 2 * pl.cdiv(len(weight), TILE)
     return 2 if streams.is_large(weight) and 2 * tiles <= _compat.sm_count() < 3 * tiles else 1
 
 
