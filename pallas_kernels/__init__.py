@@ -12,6 +12,7 @@ from pallas_kernels.product import product, split_product
 from pallas_kernels.quantize import quantize_gated, quantize_rows
 from pallas_kernels.rotary import Rotary
 from pallas_kernels.swiglu import gated, swiglu
+from pallas_kernels.write_attend import write_attend
 from pallas_kernels.write_kv import write_kv
 
 __all__ = [
@@ -30,5 +31,6 @@ __all__ = [
     "split_product",
     "swiglu",
     "visible",
+    "write_attend",
     "write_kv",
 ]

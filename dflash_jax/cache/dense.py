@@ -65,6 +65,19 @@ class DenseKVCache:
         seen = visible(positions, key_positions[None, :], mask=mask.mask, window=mask.window)
         return attention(q, keys, values, seen & (key_positions < kv_length[:, None])[:, None, :])
 
+    def write_attend(
+        self,
+        layer: int,
+        heads: Float[Array, "B T K J H"],
+        rotary: Rotary,
+        positions: Int[Array, "B T"],
+        kv_length: Int[Array, " B"],
+        mask: LayerMask,
+    ) -> tuple[Float[Array, "B T N H"], DenseKVCache]:
+        """`write`, and `attend` by its queries."""
+        q, cache = self.write(layer, heads, rotary, positions)
+        return cache.attend(layer, q, positions, kv_length, mask), cache
+
 
 def attention(
     q: Float[Array, "B T N H"],

@@ -12,7 +12,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import LayerMask
-from pallas_kernels import Rotary, paged_attention, write_kv
+from pallas_kernels import Rotary, paged_attention, write_attend, write_kv
+
+_POOL, _HEADS, _HEAD = PartitionSpec(None, "tp"), PartitionSpec(None, None, "tp"), PartitionSpec("tp")
 
 
 class Place(NamedTuple):
@@ -63,18 +65,11 @@ class PagedKVCache:
 
         Negative positions, and those without a page, are not stored.
         """
-        group, i, first_page = self.places[layer]
-        page_size = self.keys[i].shape[2]
-        entry = jnp.maximum(positions, 0) // page_size
-        page = jnp.take_along_axis(self.tables[group], entry, axis=1, mode="fill", fill_value=-1)
-        slot = (first_page + page) * page_size + positions % page_size
-        slots = jnp.where((positions < 0) | (page < 0), -1, slot)
-        pool, token, head = PartitionSpec(None, "tp"), PartitionSpec(None, None, "tp"), PartitionSpec("tp")
-        specs = (pool, pool, token, PartitionSpec(), PartitionSpec(), head, head)
-        write = self._per_device(_write, specs, (token, pool, pool), layer)
-        keys, values = list(self.keys), list(self.values)
-        q, keys[i], values[i] = write(keys[i], values[i], heads, slots, rotary, *self._scales(layer))
-        return q, replace(self, keys=keys, values=values)
+        slots = self._slots(layer, positions)
+        specs = (_POOL, _POOL, _HEADS, PartitionSpec(), PartitionSpec(), _HEAD, _HEAD)
+        write = self._per_device(_write, specs, (_HEADS, _POOL, _POOL), layer)
+        q, *pools = write(*self._pools(layer), heads, slots, rotary, *self._scales(layer))
+        return q, self._with_pools(layer, *pools)
 
     @jax.named_scope("paged_attention")
     def attend(
@@ -86,14 +81,53 @@ class PagedKVCache:
         mask: LayerMask,
     ) -> Float[Array, "B T N H"]:
         """Attention over the pages; rows of negative position give zeros. Padding stands behind the real rows."""
-        group, i, first_page = self.places[layer]
+        specs = (_HEADS, _POOL, _POOL, *[PartitionSpec()] * 4, _HEAD, _HEAD)
+        attend = self._per_device(partial(_attend, mask=mask), specs, _HEADS, layer)
+        tables = self._tables(layer, positions, kv_length)
+        return attend(q, *self._pools(layer), *tables, *self._scales(layer))
+
+    @jax.named_scope("paged_attention")
+    def write_attend(
+        self,
+        layer: int,
+        heads: Float[Array, "B T K J H"],
+        rotary: Rotary,
+        positions: Int[Array, "B T"],
+        kv_length: Int[Array, " B"],
+        mask: LayerMask,
+    ) -> tuple[Float[Array, "B T N H"], PagedKVCache]:
+        """`write`, and `attend` by its queries, in one kernel where that is faster."""
+        slots = self._slots(layer, positions)
+        specs = (_POOL, _POOL, _HEADS, *[PartitionSpec()] * 6, _HEAD, _HEAD)
+        both = self._per_device(partial(_write_attend, mask=mask), specs, (_HEADS, _POOL, _POOL), layer)
+        tables = self._tables(layer, positions, kv_length)
+        out, *pools = both(*self._pools(layer), heads, slots, rotary, *tables, *self._scales(layer))
+        return out, self._with_pools(layer, *pools)
+
+    def _slots(self, layer: int, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
+        """Where in a layer's pool positions are kept; -1 if nowhere."""
+        group, _, first_page = self.places[layer]
+        page_size = self._pools(layer)[0].shape[2]
+        entry = jnp.maximum(positions, 0) // page_size
+        page = jnp.take_along_axis(self.tables[group], entry, axis=1, mode="fill", fill_value=-1)
+        slot = (first_page + page) * page_size + positions % page_size
+        return jnp.where((positions < 0) | (page < 0), -1, slot)
+
+    def _tables(self, layer: int, positions: Int[Array, "B T"], kv_length: Int[Array, " B"]) -> tuple[Array, ...]:
+        """Page table, lengths of context and of queries, and the first position that is kept."""
+        group, _, first_page = self.places[layer]
         q_length = (positions >= 0).sum(axis=1, dtype=jnp.int32)
-        attention = partial(_attention, mask=mask)
-        heads, pool, head = PartitionSpec(None, None, "tp"), PartitionSpec(None, "tp"), PartitionSpec("tp")
-        specs = (heads, pool, pool, *[PartitionSpec()] * 4, head, head)
-        attend = self._per_device(attention, specs, heads, layer)
-        tables = (first_page + self.tables[group], kv_length.astype(jnp.int32), q_length, self.valid_from[group])
-        return attend(q, self.keys[i], self.values[i], *tables, *self._scales(layer))
+        return first_page + self.tables[group], kv_length.astype(jnp.int32), q_length, self.valid_from[group]
+
+    def _pools(self, layer: int) -> tuple[Float[Array, "_ K S H"], Float[Array, "_ K S H"]]:
+        """Of keys and of values."""
+        pool = self.places[layer].pool
+        return self.keys[pool], self.values[pool]
+
+    def _with_pools(self, layer: int, k_pages: Array, v_pages: Array) -> PagedKVCache:
+        keys, values, pool = list(self.keys), list(self.values), self.places[layer].pool
+        keys[pool], values[pool] = k_pages, v_pages
+        return replace(self, keys=keys, values=values)
 
     def _scales(self, layer: int) -> list[Float[Array, " K"]]:
         """Of keys and of values."""
@@ -101,7 +135,7 @@ class PagedKVCache:
         return [jnp.ones(heads) if scale is None else scale[layer] for scale in (self.k_scale, self.v_scale)]
 
     def _kv_heads(self, layer: int) -> int:
-        return self.keys[self.places[layer].pool].shape[1]
+        return self._pools(layer)[0].shape[1]
 
     def _per_device(self, function, in_specs, out_specs, layer):
         """The function on each device's own kv heads; whole on every device where they do not divide."""
@@ -116,17 +150,15 @@ def _write(k_pages, v_pages, heads, slots, rotary, k_scale, v_scale):
     return write_kv(k_pages, v_pages, heads, slots, rotary, k_scale=k_scale, v_scale=v_scale)
 
 
-def _attention(q, k_pages, v_pages, table, kv_length, q_length, valid_from, k_scale, v_scale, *, mask: LayerMask):
-    return paged_attention(
-        q,
-        k_pages,
-        v_pages,
-        table,
-        kv_length,
-        q_length,
-        mask=mask.mask,
-        window=mask.window,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        valid_from=valid_from,
-    )
+def _attend(q, k_pages, v_pages, table, kv_length, q_length, valid_from, k_scale, v_scale, *, mask: LayerMask):
+    options = {"mask": mask.mask, "window": mask.window, "valid_from": valid_from}
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return paged_attention(q, k_pages, v_pages, table, kv_length, q_length, **options, **scales)
+
+
+def _write_attend(
+    k_pages, v_pages, heads, slots, rotary, table, kv_length, q_length, valid_from, k_scale, v_scale, *, mask: LayerMask
+):
+    options = {"mask": mask.mask, "window": mask.window, "valid_from": valid_from}
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return write_attend(k_pages, v_pages, heads, slots, rotary, table, kv_length, q_length, **options, **scales)

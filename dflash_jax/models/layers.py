@@ -55,6 +55,19 @@ class KVCache(Protocol):
         """Attention of q over the stored keys at positions below kv_length that the mask lets it see."""
         ...
 
+    def write_attend(
+        self,
+        layer: int,
+        heads: Float[Array, "B T K J H"],
+        rotary: Rotary,
+        positions: Int[Array, "B T"],
+        kv_length: Int[Array, " B"],
+        mask: LayerMask,
+    ) -> tuple[Float[Array, "B T N H"], KVCache]:
+        """Both at once, of the queries of these heads."""
+        q, cache = self.write(layer, heads, rotary, positions)
+        return cache.attend(layer, q, positions, kv_length, mask), cache
+
 
 Rope = tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]
 
@@ -195,8 +208,9 @@ class DecoderLayer(nn.Module):
             kv_length: as for `KVCache.attend`.
             cache: keys and values of earlier positions.
         """
-        q, cache = self.write(h, rope, positions, cache)
-        return *self.attend(x, q, next_norm, positions, kv_length, cache), cache
+        own = self.config.layers[self.index]
+        heads, cache = cache.write_attend(self.index, *self.self_attn.heads(h, rope), positions, kv_length, own)
+        return *self._finish(x, heads, next_norm), cache
 
     def write(
         self, h: Float[Array, "B T D"] | QuantizedRows, rope: Rope, positions: Int[Array, "B T"], cache: KVCache
@@ -214,7 +228,13 @@ class DecoderLayer(nn.Module):
         cache: KVCache,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | QuantizedRows]:
         """The second half, of as many of the tokens as there are queries; arguments and results are the layer's."""
-        heads = cache.attend(self.index, q, positions, kv_length, self.config.layers[self.index])
+        own = self.config.layers[self.index]
+        return self._finish(x, cache.attend(self.index, q, positions, kv_length, own), next_norm)
+
+    def _finish(
+        self, x: Float[Array, "B T D"], heads: Float[Array, "B T N H"], next_norm: Float[Array, " D"]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | QuantizedRows]:
+        """What comes after attention."""
         x, h = self._add_norm(x, heads, self.self_attn.weights, "o_proj", self.norms["post_attention_layernorm"])
         return self._add_norm(x, self.mlp(h), self.mlp.weights, "down_proj", next_norm)
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.cache.dense import attention
 from dflash_jax.config import LayerMask
+from dflash_jax.models.layers import KVCache
 from pallas_kernels.masks import visible
 from pallas_kernels.rotary import Rotary, split_heads
 
@@ -23,7 +24,7 @@ CUDNN_HEAD_DIM = 256  # the largest that cuDNN's fused attention takes on Hopper
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class SequenceCache:
+class SequenceCache(KVCache):
     """A `models.layers.KVCache` of one call over whole sequences: position t of a sequence is row t.
 
     It holds what a call has written, layer by layer, and attends over it causally. Rows of padding stand behind the
@@ -66,7 +67,7 @@ class SequenceCache:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class PackedBlocks:
+class PackedBlocks(KVCache):
     """A `models.layers.KVCache` of A drafted blocks of G rows for each sequence, all in one call.
 
     A block sees the context strictly below its anchor and its own rows, never another block: exactly what it would see

@@ -80,7 +80,7 @@ def paged_attention(
         v_scale=v_scale,
         valid_from=valid_from,
     )
-    match implementation or _fastest(args, interpret):
+    match implementation or fastest(args, interpret):
         case "mosaic":
             return mosaic.paged_attention(args)
         case "triton":
@@ -91,7 +91,7 @@ def paged_attention(
             raise ValueError(f"implementation must be 'mosaic', 'triton', 'reference' or None; got {other!r}")
 
 
-def _fastest(args: Arguments, interpret: bool) -> Implementation:
+def fastest(args: Arguments, interpret: bool) -> Implementation:
     """The fastest implementation that can do this call on this device; BENCH.md holds the measurements behind it."""
     if interpret:
         return "triton"

@@ -12,8 +12,25 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
 from pallas_kernels.masks import Mask
+from pallas_kernels.rotary import Rotary
 
 LOG2E = math.log2(math.e)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fresh:
+    """Heads of a call's tokens as projected: a kernel turns them, and writes keys and values before it attends.
+
+    Attributes:
+        heads: of each kv head, side by side, its query heads, its key and its value.
+        slots: where in the pools these go, ``page * S + offset``; -1 writes nothing.
+        rotary: what they lack.
+    """
+
+    heads: Float[Array, "B T K J H"]
+    slots: Int[Array, "B T"]
+    rotary: Rotary
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +50,7 @@ class Arguments:
     mask: Mask = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(metadata={"static": True})
+    fresh: Fresh | None = None  # then q is what its heads hold, for its shape alone
 
     @property
     def kv_heads(self) -> int:

@@ -54,11 +54,13 @@ def _merge(acc: Any, highest: Any, total: Any, v_scale: Any, out: Any, *, group:
     real = split < splits
     totals = pltriton.load(total.at[b, head, split, row], mask=real, other=0.0)
     peaks = pltriton.load(highest.at[b, head, split, row], mask=real, other=_LOWEST)
+    # Also of empty splits, whose sums may be NaN: so this load need not wait for the totals.
+    parts = pltriton.load(acc.at[_compat.row_index(b, head, split, row, acc.shape[-1])], mask=real[:, None], other=0.0)
     used = real & (totals > 0)
     weights = jnp.where(used, jnp.exp2(peaks - peaks.max(0)), 0.0)
-    parts = pltriton.load(acc.at[_compat.row_index(b, head, split, row, acc.shape[-1])], mask=used[:, None], other=0.0)
     denominator = (weights * totals).sum(0)
-    merged = (parts * weights[:, None]).sum(0) * (v_scale[head] / jnp.where(denominator > 0, denominator, 1.0))
+    merged = jnp.where(used[:, None], parts * weights[:, None], 0.0).sum(0)
+    merged *= v_scale[head] / jnp.where(denominator > 0, denominator, 1.0)
     out[b, row // group, head * group + row % group, :] = merged.astype(out.dtype)
 
 

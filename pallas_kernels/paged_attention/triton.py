@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
 from pallas_kernels.masks import visible
+from pallas_kernels.paged_attention import fresh
 from pallas_kernels.paged_attention.arguments import Arguments, key_range, operand, page_range
 from pallas_kernels.paged_attention.combine import combine
 from pallas_kernels.paged_attention.splits import best_splits
@@ -56,6 +57,14 @@ def refusal(args: Arguments) -> str | None:
     return None
 
 
+def write_refusal(args: Arguments) -> str | None:
+    """Why the Triton backend cannot write this call's fresh heads as it attends, or None."""
+    rows, most = args.q.shape[1] * args.group, 128
+    if not 0 < rows <= most:
+        return f"The Triton kernel that writes and attends takes 1 to {most} rows of a kv head; these are {rows}."
+    return refusal(args)
+
+
 def default_config(args: Arguments) -> Config:
     """The configuration that measured best on an H200 for this shape (BENCH.md)."""
     B, T, _, H = args.q.shape
@@ -65,7 +74,8 @@ def default_config(args: Arguments) -> Config:
     stages = 2 if _compat.is_fp8(args.k_pages.dtype) or H > 128 else 3
     programs = B * args.kv_heads * pl.cdiv(rows, block)
     per_sm = {16: 8, 32: 4, 64: 2, 128: 1}[block] if warps == 4 else 1
-    splits = best_splits(programs, args.page_table.shape[1], _compat.sm_count() * per_sm)
+    slots = _compat.sm_count() * per_sm - programs * (args.fresh is not None)  # fresh tokens have programs of their own
+    splits = best_splits(programs, args.page_table.shape[1], max(1, slots))
     return Config(block=block, splits=splits, num_warps=warps, num_stages=stages)
 
 
@@ -74,39 +84,58 @@ def paged_attention(
     args: Arguments, *, interpret: bool = False, config: Config | None = None
 ) -> Float[Array, "B T N H"]:
     """See ``pallas_kernels.paged_attention``."""
+    return _call(args, interpret, config)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("interpret", "config"))
+def write_attend(
+    args: Arguments, *, interpret: bool = False, config: Config | None = None
+) -> tuple[Float[Array, "B T N H"], Float[Array, "P K S H"], Float[Array, "P K S H"]]:
+    """See ``pallas_kernels.write_attend``. Fresh tokens are one more split, whose program has them in registers."""
+    if reason := write_refusal(args):
+        raise NotImplementedError(reason)
+    return _call(args, interpret, config)
+
+
+def _call(args: Arguments, interpret: bool, config: Config | None) -> tuple[Any, ...]:
+    """The result, and of fresh heads the pools."""
     if reason := refusal(args):
         raise NotImplementedError(reason)
     config = config or default_config(args)
     B, T, N, H = args.q.shape
     K, rows = args.kv_heads, T * args.group
-    blocks = pl.cdiv(rows, config.block)
-    inputs = _compat.vary_alike(
-        args.page_table, args.kv_length, args.q_length, args.valid_from, args.scores_scale, args.v_scale,
-        args.q, args.k_pages, args.v_pages,
-    )  # fmt: skip
-    whole = config.splits == 1
-    part = (B, K, config.splits, blocks * config.block)
-    shapes = [(B, T, N, H)] if whole else [(*part, H), part, part]
-    dtype = args.q.dtype if whole else jnp.float32
-    results = _compat.triton_call(
+    blocks, splits = pl.cdiv(rows, config.block), config.splits + (args.fresh is not None)
+    tables = (args.page_table, args.kv_length, args.q_length, args.valid_from, args.scores_scale, args.v_scale)
+    queries: Any = args.q if args.fresh is None else (args.fresh, args.k_scale)
+    leaves, tree = jax.tree.flatten((args.k_pages, args.v_pages, *tables, queries))
+    inputs = _compat.vary_alike(*leaves)
+    part = (B, K, splits, blocks * config.block)
+    shapes = [(B, T, N, H)] if splits == 1 else [(*part, H), part, part]
+    dtype = args.q.dtype if splits == 1 else jnp.float32
+    pools = [] if args.fresh is None else [_compat.out_like(x.shape, x.dtype, x) for x in inputs[:2]]
+    outputs = _compat.triton_call(
         functools.partial(_attend, args=args, config=config),
-        grid=(config.splits, K * blocks, B),
-        out_shape=[_compat.out_like(shape, dtype, inputs[0]) for shape in shapes],
+        grid=(splits, K * blocks, B),
+        out_shape=[*pools, *(_compat.out_like(shape, dtype, inputs[0]) for shape in shapes)],
+        aliases={i: i for i in range(len(pools))},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
         name="paged_attention",
-    )(*inputs)
-    if whole:
-        return results[0]
-    return combine(*results, args=args, interpret=interpret)
+    )(*jax.tree.unflatten(tree, inputs))
+    written, results = outputs[: len(pools)], outputs[len(pools) :]
+    return results[0] if splits == 1 else combine(*results, args=args, interpret=interpret), *written
 
 
 def _attend(
-    page_table: Any, kv_length: Any, q_length: Any, valid_from: Any, scores_scale: Any, v_scale: Any,
-    q: Any, k_pages: Any, v_pages: Any, *outputs: Any, args: Arguments, config: Config,
+    k_pages: Any, v_pages: Any, page_table: Any, kv_length: Any, q_length: Any, valid_from: Any, scores_scale: Any,
+    v_scale: Any, q: Any, *outputs: Any, args: Arguments, config: Config,
 ) -> None:  # fmt: skip
-    """One program: ``block`` rows of one kv head of one sequence against one split of its visible pages."""
+    """One program: ``block`` rows of one kv head of one sequence against one split of its visible pages.
+
+    ``q`` are queries; or fresh heads, and the scales of keys: then pools are outputs, too, in the same memory, and the
+    program behind those of the splits has the fresh tokens, which the others do not see.
+    """
     T, S, H, group, block = args.q.shape[1], args.page_size, args.q.shape[-1], args.group, config.block
     split, b = pl.program_id(0), pl.program_id(2)
     blocks = pl.cdiv(T * group, block)
@@ -114,28 +143,44 @@ def _attend(
     length, tokens, lowest = kv_length[b], q_length[b], valid_from[b]
 
     row = row_block * block + jnp.arange(block, dtype=jnp.int32)
-    token = row // group
+    token, member, place = row // group, row % group, pl.ds(row_block * block, block)
     low, high = key_range(
         args, length, tokens, lowest, row_block * block // group, (row_block * block + block - 1) // group
     )
+    valid, factor = (token < tokens)[:, None], scores_scale[head]
+    if args.fresh is None:
+        queries = [pltriton.load(q.at[_compat.row_index(b, token, head * group + member, H)], mask=valid, other=0.0)]
+    else:
+        k_pages, v_pages, outputs = outputs[0], outputs[1], outputs[2:]
+        queries = fresh.queries(q[0], (b, head), token, member)
+        high = jnp.minimum(high, length - tokens)
+    queries = [operand(part, args.compute_dtype) for part in queries]
+    width = H // len(queries)
     first, last = _share(*page_range(low, high, S), split, config.splits)
 
-    @pl.when((last > first) | (config.splits == 1))
-    def _():
-        valid = (token < tokens)[:, None]
-        queries = pltriton.load(q.at[_compat.row_index(b, token, head * group + row % group, H)], mask=valid, other=0.0)
-        queries = operand(queries, args.compute_dtype)
-        factor = scores_scale[head]
+    def base_2_logits(keys: list[jax.Array], position: jax.Array, exists: jax.Array) -> jax.Array:
+        products = [pltriton.dot(part, k.T) for part, k in zip(queries, keys, strict=True)]
+        seen = visible(length - tokens + token, position, mask=args.mask, window=args.window)
+        return jnp.where(seen & exists[None, :] & valid, sum(products) * factor, -jnp.inf)
 
+    def write_sums(acc: list[jax.Array], highest: jax.Array, total: jax.Array) -> None:
+        """``acc`` are columns side by side."""
+        for i, part in enumerate(acc):
+            outputs[0][b, head, split, place, pl.ds(i * part.shape[1], part.shape[1])] = part
+        outputs[1][b, head, split, place] = highest
+        outputs[2][b, head, split, place] = total
+
+    nothing = jnp.zeros((block,), jnp.float32)
+
+    @pl.when((last > first) | (len(outputs) == 1))
+    def _():
         def step(page: Any, carry: Any) -> Any:
             acc, highest, total = carry
             number = page_table[b, page]
             position = page * S + jnp.arange(S, dtype=jnp.int32)
             inside = (position >= low) & (position < high)
-            keys = k_pages[number, head].astype(args.compute_dtype)
-            scores = pltriton.dot(queries, keys.T) * factor
-            seen = visible(length - tokens + token, position, mask=args.mask, window=args.window)
-            scores = jnp.where(seen & inside[None, :] & valid, scores, -jnp.inf)
+            keys = [k_pages[number, head, :, pl.ds(i * width, width)] for i in range(len(queries))]
+            scores = base_2_logits([k.astype(args.compute_dtype) for k in keys], position, inside)
             new = jnp.maximum(highest, scores.max(1))
             weights = jnp.exp2(scores - new[:, None])
             shrink = jnp.exp2(highest - new)
@@ -145,27 +190,37 @@ def _attend(
             acc = acc * shrink[:, None] + pltriton.dot(weights.astype(args.compute_dtype), values)
             return acc, new, total * shrink + weights.sum(1)
 
-        nothing = jnp.zeros((block,), jnp.float32)
-        acc, highest, total = lax.fori_loop(
-            first, last, step, (jnp.zeros((block, H), jnp.float32), nothing + _LOWEST, nothing)
-        )
-        if config.splits == 1:
-            acc = acc * (v_scale[head] / jnp.where(total > 0, total, 1))[:, None]
-            target = outputs[0].at[_compat.row_index(b, token, head * group + row % group, H)]
-            pltriton.store(target, acc.astype(outputs[0].dtype), mask=(token < T)[:, None])
+        start = (jnp.zeros((block, H), jnp.float32), nothing + _LOWEST, nothing)
+        acc, highest, total = lax.fori_loop(first, last, step, start)
+        if len(outputs) > 1:
+            write_sums([acc], highest, total)
         else:
-            place = pl.ds(row_block * block, block)
-            outputs[0][b, head, split, place, :] = acc
-            outputs[1][b, head, split, place] = highest
-            outputs[2][b, head, split, place] = total
+            acc = acc * (v_scale[head] / jnp.where(total > 0, total, 1))[:, None]
+            target = outputs[0].at[_compat.row_index(b, token, head * group + member, H)]
+            pltriton.store(target, acc.astype(outputs[0].dtype), mask=(token < T)[:, None])
 
-    if config.splits > 1:
+    if len(outputs) > 1:
 
-        @pl.when(last <= first)
+        @pl.when((last <= first) & (split < config.splits))
         def _():  # the values of an empty split stay unwritten: its total of 0 says so
-            place = pl.ds(row_block * block, block)
-            outputs[1][b, head, split, place] = jnp.full((block,), _LOWEST, jnp.float32)
-            outputs[2][b, head, split, place] = jnp.zeros((block,), jnp.float32)
+            outputs[1][b, head, split, place] = nothing + _LOWEST
+            outputs[2][b, head, split, place] = nothing
+
+    if args.fresh is not None:
+
+        @pl.when(split == config.splits)
+        def attend_to_fresh():
+            number = jnp.arange(fresh.rows(T), dtype=jnp.int32)
+            scales = q[1][head], v_scale[head]
+            k, v = fresh.stored(q[0], (b, head), number, (k_pages, v_pages), scales)
+            keys = [half.astype(args.compute_dtype) for half in k]
+            scores = base_2_logits(keys, length - tokens + number, number < tokens)
+            highest = jnp.maximum(scores.max(1), _LOWEST)
+            weights = jnp.exp2(scores - highest[:, None])
+            some = (number < tokens)[:, None]
+            values = [jnp.where(some, half.astype(args.compute_dtype), jnp.zeros((), args.compute_dtype)) for half in v]
+            acc = [pltriton.dot(weights.astype(args.compute_dtype), half) for half in values]
+            write_sums(acc, highest, weights.sum(1))
 
 
 def _share(first: Any, last: Any, split: Any, splits: int) -> tuple[Any, Any]:

@@ -57,8 +57,7 @@ def write_kv(
 
     Source: fp8 cache with scales as in vLLM (real = stored * scale); norms of Qwen3, halves paired as in Hugging Face.
     """
-    _check(k_pages, v_pages, heads, slots)
-    _check_rotary(rotary, slots.shape, heads.shape[-3:])
+    check_heads(k_pages, v_pages, heads, slots, rotary)
     tokens, K, J, H = slots.size, *heads.shape[-3:]
     if rotary is not None:
         rotary = replace(
@@ -94,7 +93,8 @@ def _fastest(k_pages: jax.Array, interpret: bool) -> Implementation:
     return "triton" if able else "reference"
 
 
-def _check(k_pages: Any, v_pages: Any, heads: Any, slots: Any) -> None:
+def check_heads(k_pages: Any, v_pages: Any, heads: Any, slots: Any, rotary: Rotary | None) -> None:
+    """Raise ValueError for what does not belong together."""
     if k_pages.ndim != 4 or v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
         raise ValueError(
             "k_pages and v_pages must be alike, [P, K, S, H]; "
@@ -108,6 +108,7 @@ def _check(k_pages: Any, v_pages: Any, heads: Any, slots: Any) -> None:
         )
     if not jnp.issubdtype(slots.dtype, jnp.integer):
         raise ValueError(f"slots must be integers; got {slots.dtype}")
+    _check_rotary(rotary, slots.shape, heads.shape[-3:])
 
 
 def _check_rotary(rotary: Rotary | None, tokens: tuple[int, ...], heads: tuple[int, ...]) -> None:

@@ -1,6 +1,6 @@
 """The page write on Pallas' Triton backend: one program a token and kv head, pools aliased in and out.
 
-RoPE pairs element h of a head with element h + H / 2, so the two halves of a head are loaded, turned and stored apart.
+The two halves of a head are loaded, turned and stored apart (see ``halves``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
+from pallas_kernels.halves import Halves, half_rows, halves_of, positioned, quantised, scaled
 from pallas_kernels.rotary import Rotary
 
 _GIB = 1 << 30
@@ -83,31 +84,27 @@ def _write(
     slot = slots[token]
     q_norm, k_norm = (None, None) if rotary is None else (rotary.q_norm, rotary.k_norm)
 
-    def scaled(load: Callable[..., list[jax.Array]]) -> list[jax.Array]:
-        """Halves of heads; ``load`` reads them of a reference, given its indices before the head."""
-        x = load(heads, token)
-        if rotary is None or rotary.scales is None:
-            return x
-        of_tokens, of_columns = rotary.scales
-        factors = [of_tokens[token] * y for y in load(of_columns)]
-        return [(y.astype(jnp.float32) * f).astype(y.dtype) for y, f in zip(x, factors, strict=True)]
+    def load_half_heads(load: Callable[..., Halves]) -> Halves:
+        """``load`` reads halves of heads of a reference, given its indices before the head."""
+        return scaled(load(heads, token), rotary, lambda scales: scales[token], load)
 
-    k, v = (scaled(lambda ref, *index, row=row: [ref[*index, head, row, h] for h in halves]) for row in (R, R + 1))
-    k = _positioned(k, k_norm, rotary, token)
+    k, v = (load_half_heads(lambda ref, *i, row=row: [ref[*i, head, row, h] for h in halves]) for row in (R, R + 1))
+    turn = functools.partial(_positioned, rotary=rotary, token=token)
+    k = turn(k, k_norm)
 
     if queries:
         row = jnp.arange(pl.next_power_of_2(R), dtype=jnp.int32)
         real = (row < R)[:, None]
 
-        def load(ref: Any, *index: Any) -> list[jax.Array]:
-            return [pltriton.load(x, mask=real, other=0.0) for x in _half_rows(ref, *index, head, row)]
+        def load(ref: Any, *index: Any) -> Halves:
+            return [pltriton.load(x, mask=real, other=0.0) for x in half_rows(ref, *index, head, row)]
 
-        q = _positioned(scaled(load), q_norm, rotary, token)
-        for x, target in zip(q, _half_rows(queries[0], token, head * R + row), strict=True):
+        q = turn(load_half_heads(load), q_norm)
+        for x, target in zip(q, half_rows(queries[0], token, head * R + row), strict=True):
             pltriton.store(target, x, mask=real)
 
     # All loads stand before the branch: none of them waits for the slot's.
-    k, v = _quantised(k, k_scale[head], k_pages.dtype), _quantised(v, v_scale[head], v_pages.dtype)
+    k, v = quantised(k, k_scale[head], k_pages.dtype), quantised(v, v_scale[head], v_pages.dtype)
 
     @pl.when(slot >= 0)
     def _():
@@ -116,33 +113,7 @@ def _write(
             v_pages[slot // S, head, slot % S, h] = v_half
 
 
-def _half_rows(ref: Any, *index: Any) -> list[Any]:
-    """The left and the right halves of rows."""
-    half = ref.shape[-1] // 2
-    *rows, column = _compat.row_index(*index, half)
-    return [ref.at[*rows, column + start] for start in (0, half)]
-
-
-def _quantised(x: list[jax.Array], scale: Any, dtype: Any) -> list[jax.Array]:
-    limit = _compat.max_finite(dtype)
-    return [jnp.clip(half.astype(jnp.float32) / scale, -limit, limit).astype(dtype) for half in x]
-
-
-def _positioned(x: list[jax.Array], norm: Any, rotary: Any, token: Any) -> list[jax.Array]:
-    """Halves of heads [.., H / 2] after norm and RoPE, rounded where ``split_heads`` rounds."""
+def _positioned(x: Halves, norm: Any, rotary: Rotary | None, token: Any) -> Halves:
     if rotary is None:
         return x
-    dtype, half = x[0].dtype, x[0].shape[-1]
-    left, right = (y.astype(jnp.float32) for y in x)
-    if norm is not None:
-        squares = jnp.sum(left * left + right * right, axis=-1, keepdims=True)
-        scale = jax.lax.rsqrt(squares / (2 * half) + rotary.eps)
-
-        def normed(y: jax.Array, start: int) -> jax.Array:
-            weight = norm[pl.ds(start, half)]
-            weighted = weight.astype(jnp.float32) * (y * scale).astype(dtype).astype(jnp.float32)
-            return weighted.astype(jnp.promote_types(weight.dtype, dtype)).astype(jnp.float32)
-
-        left, right = normed(left, 0), normed(right, half)
-    cos, sin = rotary.cos[token], rotary.sin[token]
-    return [(left * cos - right * sin).astype(dtype), (right * cos + left * sin).astype(dtype)]
+    return positioned(x, halves_of(norm), rotary.eps, (rotary.cos[token], rotary.sin[token]))

@@ -1,0 +1,209 @@
+"""Page write and attention in one kernel, against the references of both, one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import Rotary, paged_attention, write_attend, write_kv
+from pallas_kernels.paged_attention import mosaic, triton
+from pallas_kernels.paged_attention.arguments import Fresh, checked
+from tests.kernels.cases import BF16, E4M3, PAGE_DTYPES, Geometry, cuda_lowering, error
+from tests.kernels.conftest import ON_GPU
+
+by_dtype = pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=lambda d: jnp.dtype(d).name)
+VERIFY = Geometry(B=3, T=16, N=8, K=2, H=64, S=16, M=6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call; what it may not read is NaN, pages that it may not follow have wild numbers."""
+
+    geometry: Geometry
+    pools: tuple[Any, Any]
+    heads: Any
+    slots: Any
+    rotary: Rotary
+    tables: tuple[Any, ...]  # page table, kv_length, q_length
+    options: dict[str, Any]
+
+    def expected(self) -> tuple[np.ndarray, ...]:
+        """By the references."""
+        scales = {name: self.options[name] for name in ("k_scale", "v_scale")}
+        q, *pools = write_kv(*self.pools, self.heads, self.slots, self.rotary, **scales, implementation="reference")
+        return paged_attention(q, *pools, *self.tables, **self.options, implementation="reference"), *pools
+
+    def found(self, **how: Any) -> tuple[np.ndarray, ...]:
+        run = jax.jit(functools.partial(write_attend, **self.options, **how))
+        return run(*self.pools, self.heads, self.slots, self.rotary, *self.tables)
+
+    def arguments(self) -> Any:
+        """What implementations take."""
+        B, T, K, J, H = self.heads.shape
+        q = self.heads[..., :-2, :].reshape(B, T, K * (J - 2), H)
+        args = checked(q, *self.pools, *self.tables, scale=None, **self.options)
+        return dataclasses.replace(args, fresh=Fresh(self.heads, self.slots, self.rotary))
+
+
+def call(g: Geometry, kv_length, q_length=None, *, seed=0, scales=False, norms=True, valid_from=None) -> Call:
+    """``scales``: of fp8 products as well as of the cache. A sequence without tokens has no page at all."""
+    rng = np.random.default_rng(seed)
+    kv_length = np.array(kv_length, np.int32)
+    q_length = np.full(g.B, g.T, np.int32) if q_length is None else np.array(q_length, np.int32)
+    J, table = g.N // g.K + 2, rng.permutation(g.P)[: g.B * g.M].reshape(g.B, g.M).astype(np.int32)
+
+    def normal(*shape: int, size: float = 1.0) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32) * size
+
+    pools = tuple(normal(g.P, g.K, g.S, g.H) for _ in "kv")
+    position = (kv_length - q_length)[:, None] + np.arange(g.T)
+    real = np.arange(g.T) < q_length[:, None]
+    page = np.take_along_axis(table, np.clip(position // g.S, 0, g.M - 1), axis=1)
+    slots = np.where(real, page * g.S + position % g.S, -1)
+    stored = np.zeros((g.P, g.S), bool)
+    for b in range(g.B):
+        past = np.arange((kv_length - q_length)[b])
+        stored[table[b, past // g.S], past % g.S] = True
+        table[b, -(-int(kv_length[b]) // g.S) :] = 2**30
+    for pool in pools:
+        pool[np.broadcast_to(~stored[:, None, :, None], pool.shape)] = np.nan
+    angles = position[..., None] / 1e4 ** (np.arange(g.H // 2) / (g.H // 2))
+    weights = [jnp.asarray(1 + normal(g.H, size=0.3), BF16) if norms else None for _ in "qk"]
+    of_products = (rng.uniform(0.5, 2, (g.B, g.T)), rng.uniform(0.5, 2, (g.K, J, g.H))) if scales else None
+    of_products = of_products and tuple(np.asarray(x, np.float32) for x in of_products)
+    rotary = Rotary(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32), *weights, of_products)
+    return Call(
+        g,
+        tuple(jnp.asarray(pool, g.dtype) for pool in pools),
+        jnp.asarray(normal(g.B, g.T, g.K, J, g.H, size=2), BF16),
+        slots.astype(np.int32),
+        rotary,
+        (table, kv_length, q_length),
+        {
+            "mask": g.mask,
+            "window": g.window,
+            "valid_from": np.array(valid_from or [0] * g.B, np.int32),
+            **{name: rng.uniform(0.5, 2, g.K).astype(np.float32) for name in ("k_scale", "v_scale")},
+        },
+    )
+
+
+def check_pools(found, expected) -> None:
+    for pool, wanted in zip(found, expected, strict=True):
+        bits = f"u{wanted.dtype.itemsize}"
+        np.testing.assert_array_equal(np.asarray(pool).view(bits), np.asarray(wanted).view(bits))
+
+
+def check(found, case: Call) -> None:
+    """Pools bit for bit; the output to rounding."""
+    expected = case.expected()
+    check_pools(found[1:], expected[1:])
+    assert found[0].dtype == case.heads.dtype
+    assert error(found[0], expected[0]) < 6e-3
+    real = np.arange(case.geometry.T) < case.tables[2][:, None]
+    assert not np.asarray(found[0], np.float32)[~real].any()
+
+
+@pytest.fixture(params=["triton", "apart"])
+def how(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"implementation": request.param, "interpret": not ON_GPU}
+
+
+@by_dtype
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_against_the_references(how, dtype, group):
+    g = dataclasses.replace(VERIFY, dtype=dtype, N=2 * group)
+    check((case := call(g, [70, 16, 32], scales=dtype == E4M3)).found(**how), case)
+
+
+@pytest.mark.parametrize(("mask", "window"), [("causal", 20), ("block", None), ("block", 9)])
+def test_masks(how, mask, window):
+    g = dataclasses.replace(VERIFY, mask=mask, window=window)
+    check((case := call(g, [70, 40, 16], valid_from=[40, 3, 0])).found(**how), case)
+
+
+@by_dtype
+def test_ragged_and_idle_sequences(how, dtype):
+    g = dataclasses.replace(VERIFY, B=4, dtype=dtype)
+    check((case := call(g, [65, 0, 30, 96], [1, 0, 7, 16], norms=False)).found(**how), case)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 15])
+def test_any_number_of_tokens(how, tokens):
+    check((case := call(dataclasses.replace(VERIFY, T=tokens), [80, 41, tokens])).found(**how), case)
+
+
+@by_dtype
+@pytest.mark.parametrize("splits", [1, 2, 5, 7])
+def test_any_number_of_splits(dtype, splits):
+    """Fresh tokens lie on two pages, or on one; some splits are empty."""
+    case = call(dataclasses.replace(VERIFY, dtype=dtype), [90, 64, 20])
+    config = triton.Config(block=64, splits=splits, num_warps=4, num_stages=2)
+    check(triton.write_attend(case.arguments(), interpret=not ON_GPU, config=config), case)
+
+
+def test_tokens_without_a_slot_are_not_written(how):
+    case = call(VERIFY, [70, 40, 16])
+    slots = case.slots.copy()
+    slots[1] = -1
+    case = dataclasses.replace(case, slots=slots)
+    _, *found = case.found(**how)
+    check_pools(found, case.expected()[1:])
+
+
+@by_dtype
+def test_lowers_for_cuda(dtype):
+    case = call(dataclasses.replace(VERIFY, dtype=dtype, H=128, S=64, M=20), [700, 300, 64], scales=True)
+    text = cuda_lowering(triton.write_attend, case.arguments())
+    assert text.count('kernel_name = "paged_attention"') == 1 or "paged_attention" in text
+    assert "write_kv" not in text
+
+
+BLOCKS = Geometry(B=20, T=16, N=32, K=8, H=128, S=64, M=12)  # more items than multiprocessors
+
+
+@by_dtype
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("norms", [True, False])
+def test_mosaic_lowers_for_cuda(dtype, group, splits, norms):
+    args = call(dataclasses.replace(BLOCKS, N=8 * group, dtype=dtype), [700] * 20, norms=norms).arguments()
+    config = dataclasses.replace(mosaic.default_config(args), splits=splits)
+    text = cuda_lowering(functools.partial(mosaic.write_attend, config=config), args)
+    assert "mosaic_gpu" in text
+
+
+def lengths(rng: np.random.Generator, g: Geometry) -> tuple[np.ndarray, np.ndarray]:
+    """Of all kinds: idle, new, across pages, with rows of padding."""
+    kv_length = rng.integers(g.T, g.M * g.S + 1, g.B)
+    q_length = np.where(rng.random(g.B) < 0.3, rng.integers(1, g.T + 1, g.B), g.T)
+    kv_length[:6], q_length[:6] = [0, 16, 7, 64, 70, 128], [0, 16, 7, 16, 16, 16]
+    return kv_length, q_length
+
+
+@pytest.mark.gpu
+@by_dtype
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize(("splits", "batch"), [(1, 6), (1, 20), (1, 70), (2, 6), (3, 20), (7, 7)])
+@pytest.mark.parametrize(("mask", "window"), [("causal", None), ("causal", 100), ("block", None)])
+def test_mosaic(dtype, group, splits, batch, mask, window):
+    g = dataclasses.replace(BLOCKS, B=batch, N=8 * group, dtype=dtype, mask=mask, window=window)
+    case = call(g, *lengths(np.random.default_rng(batch), g), seed=splits, norms=group != 3)
+    args = case.arguments()
+    config = dataclasses.replace(mosaic.default_config(args), splits=splits)
+    for _ in range(3):  # races would show now and then
+        out, *pools = mosaic.write_attend(args, config=config)
+        expected = case.expected()
+        assert error(out, expected[0]) < 6e-3
+        for pool, wanted in zip(pools, expected[1:], strict=True):
+            found, wanted = (np.asarray(x, np.float32) for x in (pool, wanted))
+            np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
+            found, wanted = np.nan_to_num(found), np.nan_to_num(wanted)
+            assert (found != wanted).mean() < 1e-3  # the norm's root is approximate here
+            np.testing.assert_allclose(found, wanted, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-2)
