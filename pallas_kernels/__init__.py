@@ -1,4 +1,4 @@
-"""Kernels of the serving engine: one folder an op, one public function each. Knows nothing of the engine.
+"""Kernels of the serving engine: one folder an op, with its public functions. Knows nothing of the engine.
 
 Kernels are jitted by themselves, so that a model of many layers traces and lowers each of them once.
 """
@@ -13,7 +13,7 @@ from pallas_kernels.quantize import quantize_gated, quantize_rows
 from pallas_kernels.rotary import Rotary
 from pallas_kernels.swiglu import gated, swiglu
 from pallas_kernels.write_attend import write_attend
-from pallas_kernels.write_kv import write_kv
+from pallas_kernels.write_kv import write_context, write_kv
 
 __all__ = [
     "Peers",
@@ -32,5 +32,6 @@ __all__ = [
     "swiglu",
     "visible",
     "write_attend",
+    "write_context",
     "write_kv",
 ]

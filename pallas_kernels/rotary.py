@@ -6,7 +6,9 @@ by side, its J - 2 query heads, its key and its value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,3 +74,8 @@ def split_heads(
         return rotate(normed, rotary.cos, rotary.sin).astype(heads.dtype)
 
     return positioned(q, rotary.q_norm), positioned(k, rotary.k_norm), v
+
+
+def pairs_of(heads: Sequence[Any]) -> list[tuple[Any, int]]:
+    """Of every layer's key and value, which stand side by side in arrays ``[.., K, 2 * layers, H]``: array and row."""
+    return [(array, row) for array in heads for row in range(0, array.shape[-2], 2)]

@@ -179,16 +179,16 @@ class Scopes:
     def of_all(self, kernels: Sequence[Kernel]) -> list[str]:
         """Of kernels by start.
 
-        A library's products bear no operation's name, nor do some kernels of ours: theirs is the step of what runs
-        next, as far as they can be of it. Equal operations have one kernel, named after the first of them; which step
-        it runs in is told by what runs around it.
+        A library's products bear no operation's name, nor do some kernels of ours: theirs is the step that their own
+        name tells, or that of what runs next, as far as they can be of it. Equal operations have one kernel, named
+        after the first of them; which step it runs in is told by what runs around it.
         """
         scopes = [self.of(kernel) for kernel in kernels]
-        steps = [step_of(scope) for scope in scopes]
+        steps = [step_of(scope or kernel.name) for kernel, scope in zip(kernels, scopes, strict=True)]
         found, next_step = [], ""
         ordered = in_order(steps, [DRAFTED in scope for scope in scopes])
         for kernel, scope, named, step in reversed(list(zip(kernels, scopes, steps, ordered, strict=True))):
-            if scope:
+            if scope or step:
                 next_step = step
             if step != named:
                 scope = scope.replace(MODELS[named], MODELS[step])

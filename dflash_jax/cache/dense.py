@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +14,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.config import LayerMask
 from pallas_kernels.masks import visible
-from pallas_kernels.rotary import Rotary, split_heads
+from pallas_kernels.rotary import Rotary, pairs_of, split_heads
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DenseKVCache:
-    """A `models.layers.KVCache` with S slots for each of B sequences; position p of a sequence is slot p.
+    """A `models.layers.ContextCache` with S slots for each of B sequences; position p of a sequence is slot p.
 
     Attention is plain jnp over all slots, and differentiable.
     """
@@ -51,6 +53,17 @@ class DenseKVCache:
         values[layer] = values[layer].at[where].set(v.astype(values[layer].dtype), mode="drop")
         return q, replace(self, keys=keys, values=values)
 
+    def write_context(
+        self,
+        heads: Sequence[Float[Array, "B T K _ H"]],
+        rotary: Rotary,
+        k_norms: Sequence[Float[Array, " H"] | None],
+        positions: Int[Array, "B T"],
+    ) -> DenseKVCache:
+        """Store keys and values of every layer at their positions, as `write` does."""
+        cache: DenseKVCache = write_each(self, heads, rotary, k_norms, positions)
+        return cache
+
     def attend(
         self,
         layer: int,
@@ -77,6 +90,20 @@ class DenseKVCache:
         """`write`, and `attend` by its queries."""
         q, cache = self.write(layer, heads, rotary, positions)
         return cache.attend(layer, q, positions, kv_length, mask), cache
+
+
+def write_each(
+    cache: Any,
+    heads: Sequence[Float[Array, "B T K _ H"]],
+    rotary: Rotary,
+    k_norms: Sequence[Float[Array, " H"] | None],
+    positions: Int[Array, "B T"],
+) -> Any:
+    """The cache after `write` of each layer: `write_context` of a cache that keeps every layer by itself."""
+    for layer, ((array, row), k_norm) in enumerate(zip(pairs_of(heads), k_norms, strict=True)):
+        own = array[..., row : row + 2, :]
+        _, cache = cache.write(layer, own, replace(rotary, k_norm=k_norm), positions)
+    return cache
 
 
 def attention(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -12,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import LayerMask
-from pallas_kernels import Rotary, paged_attention, write_attend, write_kv
+from pallas_kernels import Rotary, paged_attention, write_attend, write_context, write_kv
 
 _POOL, _HEADS, _HEAD = PartitionSpec(None, "tp"), PartitionSpec(None, None, "tp"), PartitionSpec("tp")
 
@@ -28,7 +30,7 @@ class Place(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedKVCache:
-    """A `models.layers.KVCache` over pages, in pools that many layers share: the host hands over few arrays so.
+    """A `models.layers.ContextCache` over pages, in pools that many layers share: the host hands over few arrays so.
 
     Layers that keep the same tokens form a group and share a page table. Pools are donated to every step and written in
     place; the tables come with each step.
@@ -65,11 +67,32 @@ class PagedKVCache:
 
         Negative positions, and those without a page, are not stored.
         """
-        slots = self._slots(layer, positions)
+        slots = self._slots(self.places[layer], positions)
         specs = (_POOL, _POOL, _HEADS, PartitionSpec(), PartitionSpec(), _HEAD, _HEAD)
         write = self._per_device(_write, specs, (_HEADS, _POOL, _POOL), layer)
-        q, *pools = write(*self._pools(layer), heads, slots, rotary, *self._scales(layer))
+        q, *pools = write(*self._pools(layer), heads, slots, rotary, *self._scales_of(layer))
         return q, self._with_pools(layer, *pools)
+
+    @jax.named_scope("write_kv")
+    def write_context(
+        self,
+        heads: Sequence[Float[Array, "B T K _ H"]],
+        rotary: Rotary,
+        k_norms: Sequence[Float[Array, " H"] | None],
+        positions: Int[Array, "B T"],
+    ) -> PagedKVCache:
+        """Store keys and values of every layer at their positions, as `write` does: at once for layers of a pool."""
+        first_pages: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+        for layer, place in enumerate(self.places):
+            first_pages[place.group, place.pool][layer] = place.first_page
+        specs = (_POOL, _POOL, _HEADS, *[PartitionSpec()] * 3, *[PartitionSpec(None, "tp")] * 2)
+        keys, values = list(self.keys), list(self.values)
+        for (group, i), of_layers in first_pages.items():
+            slots = self._slots(Place(group, i, 0), positions)
+            function = partial(_write_context, first_pages=of_layers)
+            write = self._per_device(function, specs, (_POOL, _POOL), next(iter(of_layers)))
+            keys[i], values[i] = write(keys[i], values[i], heads, slots, rotary, k_norms, *self._scales())
+        return replace(self, keys=keys, values=values)
 
     @jax.named_scope("paged_attention")
     def attend(
@@ -84,7 +107,7 @@ class PagedKVCache:
         specs = (_HEADS, _POOL, _POOL, *[PartitionSpec()] * 4, _HEAD, _HEAD)
         attend = self._per_device(partial(_attend, mask=mask), specs, _HEADS, layer)
         tables = self._tables(layer, positions, kv_length)
-        return attend(q, *self._pools(layer), *tables, *self._scales(layer))
+        return attend(q, *self._pools(layer), *tables, *self._scales_of(layer))
 
     @jax.named_scope("paged_attention")
     def write_attend(
@@ -97,21 +120,12 @@ class PagedKVCache:
         mask: LayerMask,
     ) -> tuple[Float[Array, "B T N H"], PagedKVCache]:
         """`write`, and `attend` by its queries, in one kernel where that is faster."""
-        slots = self._slots(layer, positions)
+        slots = self._slots(self.places[layer], positions)
         specs = (_POOL, _POOL, _HEADS, *[PartitionSpec()] * 6, _HEAD, _HEAD)
         both = self._per_device(partial(_write_attend, mask=mask), specs, (_HEADS, _POOL, _POOL), layer)
         tables = self._tables(layer, positions, kv_length)
-        out, *pools = both(*self._pools(layer), heads, slots, rotary, *tables, *self._scales(layer))
+        out, *pools = both(*self._pools(layer), heads, slots, rotary, *tables, *self._scales_of(layer))
         return out, self._with_pools(layer, *pools)
-
-    def _slots(self, layer: int, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
-        """Where in a layer's pool positions are kept; -1 if nowhere."""
-        group, _, first_page = self.places[layer]
-        page_size = self._pools(layer)[0].shape[2]
-        entry = jnp.maximum(positions, 0) // page_size
-        page = jnp.take_along_axis(self.tables[group], entry, axis=1, mode="fill", fill_value=-1)
-        slot = (first_page + page) * page_size + positions % page_size
-        return jnp.where((positions < 0) | (page < 0), -1, slot)
 
     def _tables(self, layer: int, positions: Int[Array, "B T"], kv_length: Int[Array, " B"]) -> tuple[Array, ...]:
         """Page table, lengths of context and of queries, and the first position that is kept."""
@@ -129,10 +143,21 @@ class PagedKVCache:
         keys[pool], values[pool] = k_pages, v_pages
         return replace(self, keys=keys, values=values)
 
-    def _scales(self, layer: int) -> list[Float[Array, " K"]]:
+    def _slots(self, place: Place, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
+        """Where in a pool positions are stored; -1 for those that are not."""
+        page_size = self.keys[place.pool].shape[2]
+        entry = jnp.maximum(positions, 0) // page_size
+        page = jnp.take_along_axis(self.tables[place.group], entry, axis=1, mode="fill", fill_value=-1)
+        slot = (place.first_page + page) * page_size + positions % page_size
+        return jnp.where((positions < 0) | (page < 0), -1, slot)
+
+    def _scales(self) -> list[Float[Array, "L K"]]:
         """Of keys and of values."""
-        heads = self._kv_heads(layer)
-        return [jnp.ones(heads) if scale is None else scale[layer] for scale in (self.k_scale, self.v_scale)]
+        shape = len(self.places), self._kv_heads(0)
+        return [jnp.ones(shape) if scale is None else scale for scale in (self.k_scale, self.v_scale)]
+
+    def _scales_of(self, layer: int) -> list[Float[Array, " K"]]:
+        return [scale[layer] for scale in self._scales()]
 
     def _kv_heads(self, layer: int) -> int:
         return self._pools(layer)[0].shape[1]
@@ -148,6 +173,10 @@ class PagedKVCache:
 
 def _write(k_pages, v_pages, heads, slots, rotary, k_scale, v_scale):
     return write_kv(k_pages, v_pages, heads, slots, rotary, k_scale=k_scale, v_scale=v_scale)
+
+
+def _write_context(k_pages, v_pages, heads, slots, rotary, k_norms, k_scale, v_scale, *, first_pages: dict[int, int]):
+    return write_context(k_pages, v_pages, heads, slots, rotary, k_norms, first_pages, k_scale=k_scale, v_scale=v_scale)
 
 
 def _attend(q, k_pages, v_pages, table, kv_length, q_length, valid_from, k_scale, v_scale, *, mask: LayerMask):

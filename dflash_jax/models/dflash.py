@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import flax.linen as nn
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DraftConfig
-from dflash_jax.models.layers import DecoderLayer, KVCache, rms_norm, rope_tables, run_layers
+from dflash_jax.models.layers import ContextCache, DecoderLayer, KVCache, rms_norm, rope_tables, run_layers
 from dflash_jax.models.linear import project
 from dflash_jax.models.parallel import Devices, likeliest_product
 from dflash_jax.models.quantized import CONTEXT, QuantizedRows
 from dflash_jax.models.tables import declare, outer_table
+from pallas_kernels import Rotary
 
 
 class DraftModel(nn.Module):
@@ -34,7 +34,9 @@ class DraftModel(nn.Module):
         self.weights = declare(self, outer_table(self.config), self.config)
         self.layers = [DecoderLayer(self.config, i, self.devices) for i in range(self.config.num_hidden_layers)]
 
-    def write_context(self, features: Float[Array, "B T C"], positions: Int[Array, "B T"], cache: KVCache) -> KVCache:
+    def write_context(
+        self, features: Float[Array, "B T C"], positions: Int[Array, "B T"], cache: ContextCache
+    ) -> ContextCache:
         """Turn tapped hidden states of processed tokens into context keys and values of every layer.
 
         Args:
@@ -43,18 +45,16 @@ class DraftModel(nn.Module):
             cache: the drafter's.
         """
         context = rms_norm(project(features, self.weights["fc"]), self.weights["hidden_norm"], self.config.rms_norm_eps)
-        rope = rope_tables(self.config, positions)
-        for layer, heads in zip(self.layers, self._context_heads(context), strict=True):
-            cache = layer.write_context(heads, rope, positions, cache)
-        return cache
+        rotary = Rotary(*rope_tables(self.config, positions), eps=self.config.rms_norm_eps)
+        k_norms = [layer.self_attn.weights.get("k_norm") for layer in self.layers]
+        return cache.write_context(self._context_heads(context), rotary, k_norms, positions)
 
-    def _context_heads(self, context: Float[Array, "B T D"]) -> list[Float[Array, "B T K 2 H"]]:
-        """Keys and values of every layer: no input norm, no MLP."""
+    def _context_heads(self, context: Float[Array, "B T D"]) -> list[Float[Array, "B T K _ H"]]:
+        """Keys and values of every layer, of one product or of one each: no input norm, no MLP."""
         joined: Any = self.get_variable("params", CONTEXT)  # undeclared where one array has those of all layers
         if joined is None:
             return [layer.self_attn.keys_values(context) for layer in self.layers]
-        heads = project(context, joined, self.get_variable("params", f"{CONTEXT}_bias"))
-        return jnp.split(heads, len(self.layers), axis=-2)
+        return [project(context, joined, self.get_variable("params", f"{CONTEXT}_bias"))]
 
     def __call__(
         self, block: Float[Array, "B G D"], positions: Int[Array, "B G"], cache: KVCache

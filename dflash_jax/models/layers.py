@@ -69,6 +69,29 @@ class KVCache(Protocol):
         return cache.attend(layer, q, positions, kv_length, mask), cache
 
 
+@runtime_checkable
+class ContextCache(KVCache, Protocol):
+    """The `KVCache` of a drafter."""
+
+    def write_context(
+        self,
+        heads: Sequence[Float[Array, "B T K _ H"]],
+        rotary: Rotary,
+        k_norms: Sequence[Float[Array, " H"] | None],
+        positions: Int[Array, "B T"],
+    ) -> ContextCache:
+        """Store keys and values of every layer, as `write` does those of one.
+
+        Args:
+            heads: as projected: of each kv head, side by side, the key and the value of each layer; in one array for
+                all layers, or in several, those of the first layers first.
+            rotary: what is done to keys first, besides their norm.
+            k_norms: weight of each layer's norm of keys, or None.
+            positions: of the tokens.
+        """
+        ...
+
+
 Rope = tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]
 
 
@@ -249,12 +272,6 @@ class DecoderLayer(nn.Module):
         """X plus the projection of that name, and the same normed."""
         weight, bias = weights[name], weights.get(f"{name}_bias")
         return project_add_norm(x, inputs, weight, bias, norm, self.config.rms_norm_eps, self.devices)
-
-    def write_context(
-        self, heads: Float[Array, "B T K 2 H"], rope: Rope, positions: Int[Array, "B T"], cache: KVCache
-    ) -> KVCache:
-        """Store projected keys and values of context features (drafter layers only)."""
-        return cache.write(self.index, heads, self.self_attn.rotary(rope), positions)[1]
 
 
 def run_layers(

@@ -6,6 +6,7 @@ everything is differentiable.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.cache.dense import attention
+from dflash_jax.cache.dense import attention, write_each
 from dflash_jax.config import LayerMask
 from dflash_jax.models.layers import KVCache
 from pallas_kernels.masks import visible
@@ -25,7 +26,7 @@ CUDNN_HEAD_DIM = 256  # the largest that cuDNN's fused attention takes on Hopper
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SequenceCache(KVCache):
-    """A `models.layers.KVCache` of one call over whole sequences: position t of a sequence is row t.
+    """A `models.layers.ContextCache` of one call over whole sequences: position t of a sequence is row t.
 
     It holds what a call has written, layer by layer, and attends over it causally. Rows of padding stand behind the
     others, where causal attention never sees them.
@@ -44,6 +45,17 @@ class SequenceCache(KVCache):
         """Keep keys and values of every position and give the queries."""
         q, k, v = split_heads(heads, rotary)
         return q, replace(self, keys={**self.keys, layer: k}, values={**self.values, layer: v})
+
+    def write_context(
+        self,
+        heads: Sequence[Float[Array, "B T K _ H"]],
+        rotary: Rotary,
+        k_norms: Sequence[Float[Array, " H"] | None],
+        positions: Int[Array, "B T"],
+    ) -> SequenceCache:
+        """Keep keys and values of every layer and position."""
+        cache: SequenceCache = write_each(self, heads, rotary, k_norms, positions)
+        return cache
 
     def attend(
         self,

@@ -1,7 +1,9 @@
-"""What a layer does with its projected heads: norm, RoPE, and keys and values into their pages, quantised, in place."""
+"""What layers do with their projected heads: norm, RoPE, and keys and values into their pages, quantised, in place."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -59,30 +61,98 @@ def write_kv(
     """
     check_heads(k_pages, v_pages, heads, slots, rotary)
     tokens, K, J, H = slots.size, *heads.shape[-3:]
-    if rotary is not None:
-        rotary = replace(
-            rotary,
-            cos=rotary.cos.reshape(tokens, H // 2),
-            sin=rotary.sin.reshape(tokens, H // 2),
-            scales=rotary.scales and (rotary.scales[0].reshape(tokens), rotary.scales[1]),
-        )
-    flat = (
+    run = _chosen(triton.write_kv, reference.write_kv, implementation, k_pages, interpret)
+    queries, k_pages, v_pages = run(
         k_pages,
         v_pages,
         heads.reshape(tokens, K, J, H),
         slots.reshape(tokens).astype(jnp.int32),
-        rotary,
-        _per_head("k_scale", k_scale, K),
-        _per_head("v_scale", v_scale, K),
+        None if rotary is None else _flat(rotary),
+        _scales("k_scale", k_scale, (K,)),
+        _scales("v_scale", v_scale, (K,)),
     )
+    return queries.reshape(*slots.shape, K * (J - 2), H), k_pages, v_pages
+
+
+def write_context(
+    k_pages: Float[Array, "P K S H"],
+    v_pages: Float[Array, "P K S H"],
+    heads: Sequence[Float[Array, "*T K _ H"]],
+    slots: Int[Array, "*T"],
+    rotary: Rotary,
+    k_norms: Sequence[Float[Array, " H"] | None],
+    first_pages: Mapping[int, int],
+    *,
+    k_scale: Float[Array, "L K"] | float = 1.0,
+    v_scale: Float[Array, "L K"] | float = 1.0,
+    implementation: Implementation | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "P K S H"], Float[Array, "P K S H"]]:
+    """Norms and rotates keys of the layers that share two pools, and writes keys and values: a drafter's context.
+
+    The same numbers as of `write_kv` without queries, called for one layer after the other, in one kernel, which reads
+    the heads where they lie. The pools are donated as there.
+
+    Args:
+      k_pages: pool of keys, the pages of one layer behind those of another; dtypes as in `write_kv`.
+      v_pages: pool of values, like ``k_pages``.
+      heads: of any number of tokens (any leading axes), keys and values of all L layers: of each kv head, side by side,
+        each layer's key and its value; in one array for all layers, or in several, those of the first layers first.
+      slots: where each token goes among the pages of a layer: ``page * S + offset``, pages counted from its first one;
+        -1 writes nothing. No slot may stand twice.
+      rotary: tables with the leading axes of ``slots``, and eps; it has no norms and no scales.
+      k_norms: weights of each layer's norm of keys; None norms nothing.
+      first_pages: static; of each layer that is to be written, counted from 0, its first page in the pools.
+      k_scale: what a stored key is multiplied by to be the key: a scalar, or one a layer and kv head.
+      v_scale: the same of values.
+      implementation: as for `write_kv`.
+      interpret: as for `write_kv`.
+
+    Returns:
+      The two pools, of which only the slots of those layers have changed, rounded and clipped as in `write_kv`.
+
+    Raises:
+      ValueError: shapes that do not belong together; the message prints them.
+      NotImplementedError: what the chosen implementation cannot do, in a sentence.
+
+    Source: that of `write_kv`; keys and values of context features as in DFlash, arXiv 2602.06036, section 4.
+    """
+    _check_pools(k_pages, v_pages, slots)
+    for array in heads:
+        _check_heads(array, slots, k_pages)
+    _check_layers(heads, rotary, k_norms, first_pages)
+    for k_norm in k_norms:
+        _check_rotary(replace(rotary, k_norm=k_norm), slots.shape, heads[0].shape[-3:])
+    of_all = len(k_norms), k_pages.shape[1]
+    run = _chosen(triton.write_context, reference.write_context, implementation, k_pages, interpret)
+    k_pages, v_pages = run(
+        k_pages,
+        v_pages,
+        [array.reshape(slots.size, *array.shape[-3:]) for array in heads],
+        slots.reshape(slots.size).astype(jnp.int32),
+        _flat(rotary),
+        list(k_norms),
+        _scales("k_scale", k_scale, of_all),
+        _scales("v_scale", v_scale, of_all),
+        first_pages=tuple(first_pages.items()),
+    )
+    return k_pages, v_pages
+
+
+def _chosen(
+    kernel: Callable[..., Any],
+    plain: Callable[..., Any],
+    implementation: Implementation | None,
+    k_pages: jax.Array,
+    interpret: bool,
+) -> Callable[..., Any]:
     match implementation or _fastest(k_pages, interpret):
         case "triton":
-            queries, k_pages, v_pages = triton.write_kv(*flat, interpret=interpret)
+            return functools.partial(kernel, interpret=interpret)
         case "reference":
-            queries, k_pages, v_pages = reference.write_kv(*flat)
+            return plain
         case other:
             raise ValueError(f"implementation must be 'triton', 'reference' or None; got {other!r}")
-    return queries.reshape(*slots.shape, K * (J - 2), H), k_pages, v_pages
 
 
 def _fastest(k_pages: jax.Array, interpret: bool) -> Implementation:
@@ -95,20 +165,35 @@ def _fastest(k_pages: jax.Array, interpret: bool) -> Implementation:
 
 def check_heads(k_pages: Any, v_pages: Any, heads: Any, slots: Any, rotary: Rotary | None) -> None:
     """Raise ValueError for what does not belong together."""
+    _check_pools(k_pages, v_pages, slots)
+    _check_heads(heads, slots, k_pages)
+    _check_rotary(rotary, slots.shape, heads.shape[-3:])
+
+
+def _flat(rotary: Rotary) -> Rotary:
+    """The same of tokens with one axis."""
+    angles = -1, rotary.cos.shape[-1]
+    scales = rotary.scales and (rotary.scales[0].reshape(-1), rotary.scales[1])
+    return replace(rotary, cos=rotary.cos.reshape(angles), sin=rotary.sin.reshape(angles), scales=scales)
+
+
+def _check_pools(k_pages: Any, v_pages: Any, slots: Any) -> None:
     if k_pages.ndim != 4 or v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
         raise ValueError(
             "k_pages and v_pages must be alike, [P, K, S, H]; "
             f"got {k_pages.dtype}{list(k_pages.shape)} and {v_pages.dtype}{list(v_pages.shape)}"
         )
+    if not jnp.issubdtype(slots.dtype, jnp.integer):
+        raise ValueError(f"slots must be integers; got {slots.dtype}")
+
+
+def _check_heads(heads: Any, slots: Any, k_pages: Any) -> None:
     _, K, _, H = k_pages.shape
     if heads.shape != (*slots.shape, K, *heads.shape[-2:-1], H) or heads.shape[-2] < 2:
         raise ValueError(
             f"heads must be [*slots={list(slots.shape)}, K={K}, J, H={H}], J being at least 2 (a key and a value); "
             f"got {list(heads.shape)}"
         )
-    if not jnp.issubdtype(slots.dtype, jnp.integer):
-        raise ValueError(f"slots must be integers; got {slots.dtype}")
-    _check_rotary(rotary, slots.shape, heads.shape[-3:])
 
 
 def _check_rotary(rotary: Rotary | None, tokens: tuple[int, ...], heads: tuple[int, ...]) -> None:
@@ -128,8 +213,19 @@ def _check_rotary(rotary: Rotary | None, tokens: tuple[int, ...], heads: tuple[i
             raise ValueError(f"rotary.{name} must be {wanted}, as heads and slots are; got {list(x.shape)}")
 
 
-def _per_head(name: str, x: Any, heads: int) -> jax.Array:
+def _check_layers(heads: Sequence[Any], rotary: Rotary, k_norms: Sequence[Any], first_pages: Mapping[int, int]) -> None:
+    rows, layers = [array.shape[-2] for array in heads], range(len(k_norms))
+    if any(J % 2 for J in rows) or sum(rows) != 2 * len(layers) or not set() < set(first_pages) <= set(layers):
+        raise ValueError(
+            "heads must be a key and a value of each of the layers that k_norms are of, and first_pages of some of "
+            f"these; got {rows}, {len(layers)} and {list(first_pages)}"
+        )
+    if rotary.q_norm is not None or rotary.k_norm is not None or rotary.scales is not None:
+        raise ValueError("rotary must have no norms, which are those of layers, and no scales")
+
+
+def _scales(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
     x = jnp.asarray(x, jnp.float32)
-    if x.shape not in ((), (1,), (heads,)):
-        raise ValueError(f"{name} must be a scalar or one number a kv head [{heads}]; got {list(x.shape)}")
-    return jnp.broadcast_to(x, (heads,))
+    if x.shape not in ((), (1,), shape):
+        raise ValueError(f"{name} must be a scalar or one number a kv head {list(shape)}; got {list(x.shape)}")
+    return jnp.broadcast_to(x, shape)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
-from pallas_kernels.rotary import Rotary, split_heads
+from pallas_kernels.rotary import Rotary, pairs_of, split_heads
 
 
 def quantised(x: jax.Array, scale: Float[Array, " K"], dtype: jnp.dtype) -> jax.Array:
@@ -36,3 +39,31 @@ def write_kv(
 
     queries, k, v = split_heads(heads, rotary)
     return queries, scatter(k_pages, k, k_scale), scatter(v_pages, v, v_scale)
+
+
+def write_context(
+    k_pages: Float[Array, "P K S H"],
+    v_pages: Float[Array, "P K S H"],
+    heads: Sequence[Float[Array, "T K _ H"]],
+    slots: Int[Array, " T"],
+    rotary: Rotary,
+    k_norms: Sequence[Float[Array, " H"] | None],
+    k_scale: Float[Array, "L K"],
+    v_scale: Float[Array, "L K"],
+    *,
+    first_pages: Sequence[tuple[int, int]],
+) -> tuple[Float[Array, "P K S H"], Float[Array, "P K S H"]]:
+    """One layer after the other; see ``pallas_kernels.write_kv.write_context``."""
+    page_size, pairs = k_pages.shape[2], pairs_of(heads)
+    for layer, first_page in first_pages:
+        array, row = pairs[layer]
+        _, k_pages, v_pages = write_kv(
+            k_pages,
+            v_pages,
+            array[:, :, row : row + 2],
+            jnp.where(slots < 0, -1, first_page * page_size + slots),
+            replace(rotary, k_norm=k_norms[layer]),
+            k_scale[layer],
+            v_scale[layer],
+        )
+    return k_pages, v_pages

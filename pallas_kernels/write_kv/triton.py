@@ -1,4 +1,4 @@
-"""The page write on Pallas' Triton backend: one program a token and kv head, pools aliased in and out.
+"""The page writes on Pallas' Triton backend: one program a token and kv head, pools aliased in and out.
 
 The two halves of a head are loaded, turned and stored apart (see ``halves``).
 """
@@ -6,7 +6,7 @@ The two halves of a head are loaded, turned and stored apart (see ``halves``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
 from pallas_kernels.halves import Halves, half_rows, halves_of, positioned, quantised, scaled
-from pallas_kernels.rotary import Rotary
+from pallas_kernels.rotary import Rotary, pairs_of
 
 _GIB = 1 << 30
 
@@ -55,21 +55,50 @@ def write_kv(
     shape = (T, K * (J - 2), H)
     if T == 0:
         return heads.reshape(shape), k_pages, v_pages
-    leaves, tree = jax.tree.flatten((k_pages, v_pages, heads, slots, rotary, k_scale, v_scale))
-    operands = _compat.vary_alike(*leaves)
-    pool = _compat.out_like(k_pages.shape, k_pages.dtype, operands[0])
-    queries = _compat.out_like(shape, heads.dtype, operands[0])
-    k_pages, v_pages, *found = _compat.triton_call(
-        _write,
-        grid=(T, K),
-        out_shape=[pool, pool] + [queries] * (J > 2),
-        aliases={0: 0, 1: 1},
-        num_warps=num_warps,
-        num_stages=1,
-        interpret=interpret,
-        name="write_kv",
-    )(*jax.tree.unflatten(tree, operands))
+    operands = (k_pages, v_pages, heads, slots, rotary, k_scale, v_scale)
+    queries = [(shape, heads.dtype)] * (J > 2)
+    k_pages, v_pages, *found = _call(
+        _write, operands, queries, grid=(T, K), num_warps=num_warps, interpret=interpret, name="write_kv"
+    )
     return found[0] if found else heads[:, :, :0].reshape(shape), k_pages, v_pages
+
+
+@functools.partial(jax.jit, static_argnames=("first_pages", "interpret"))
+def write_context(
+    k_pages: Float[Array, "P K S H"],
+    v_pages: Float[Array, "P K S H"],
+    heads: Sequence[Float[Array, "T K _ H"]],
+    slots: Int[Array, " T"],
+    rotary: Rotary,
+    k_norms: Sequence[Float[Array, " H"] | None],
+    k_scale: Float[Array, "L K"],
+    v_scale: Float[Array, "L K"],
+    *,
+    first_pages: tuple[tuple[int, int], ...],
+    interpret: bool = False,
+) -> tuple[Float[Array, "P K S H"], Float[Array, "P K S H"]]:
+    """See ``pallas_kernels.write_kv.write_context``."""
+    if reason := refusal(k_pages):
+        raise NotImplementedError(reason)
+    if slots.size == 0:
+        return k_pages, v_pages
+    operands = (k_pages, v_pages, heads, slots, rotary, k_norms, k_scale, v_scale)
+    kernel, grid = functools.partial(_write_context, first_pages=first_pages), (slots.size, k_pages.shape[1])
+    pools = _call(kernel, operands, [], grid=grid, num_warps=1, interpret=interpret, name="write_context")
+    return pools[0], pools[1]
+
+
+def _call(
+    kernel: Callable[..., None], operands: Any, more: Sequence[tuple[tuple[int, ...], Any]], **how: Any
+) -> list[jax.Array]:
+    """The two pools that come first among the operands, written in place; and more, of these shapes and dtypes."""
+    leaves, tree = jax.tree.flatten(operands)
+    leaves = list(_compat.vary_alike(*leaves))
+    pools = [(pool.shape, pool.dtype) for pool in leaves[:2]]
+    out_shape = [_compat.out_like(shape, dtype, leaves[0]) for shape, dtype in (*pools, *more)]
+    call = _compat.triton_call(kernel, out_shape=out_shape, aliases={0: 0, 1: 1}, num_stages=1, **how)
+    found: list[jax.Array] = call(*jax.tree.unflatten(tree, leaves))
+    return found
 
 
 def _write(
@@ -79,16 +108,14 @@ def _write(
     """One program: one token's heads of one kv head. ``rotary`` is a Rotary of references."""
     del k_in, v_in  # the same memory as the outputs
     token, head = pl.program_id(0), pl.program_id(1)
-    R, S, half = heads.shape[2] - 2, k_pages.shape[2], heads.shape[3] // 2
-    halves = pl.ds(0, half), pl.ds(half, half)
-    slot = slots[token]
+    R, S, slot = heads.shape[2] - 2, k_pages.shape[2], slots[token]
     q_norm, k_norm = (None, None) if rotary is None else (rotary.q_norm, rotary.k_norm)
 
     def load_half_heads(load: Callable[..., Halves]) -> Halves:
         """``load`` reads halves of heads of a reference, given its indices before the head."""
         return scaled(load(heads, token), rotary, lambda scales: scales[token], load)
 
-    k, v = (load_half_heads(lambda ref, *i, row=row: [ref[*i, head, row, h] for h in halves]) for row in (R, R + 1))
+    k, v = (load_half_heads(lambda ref, *index, row=row: _halves(ref, *index, head, row)) for row in (R, R + 1))
     turn = functools.partial(_positioned, rotary=rotary, token=token)
     k = turn(k, k_norm)
 
@@ -108,9 +135,48 @@ def _write(
 
     @pl.when(slot >= 0)
     def _():
-        for h, k_half, v_half in zip(halves, k, v, strict=True):
-            k_pages[slot // S, head, slot % S, h] = k_half
-            v_pages[slot // S, head, slot % S, h] = v_half
+        _store(k_pages, v_pages, (slot // S, head, slot % S), k, v)
+
+
+def _write_context(
+    k_in: Any, v_in: Any, heads: Any, slots: Any, rotary: Any, k_norms: Any, k_scale: Any, v_scale: Any,
+    k_pages: Any, v_pages: Any, *, first_pages: Sequence[tuple[int, int]],
+) -> None:  # fmt: skip
+    """One program: one token's keys and values of one kv head, of all layers of the pool."""
+    del k_in, v_in  # the same memory as the outputs
+    token, head = pl.program_id(0), pl.program_id(1)
+    S, slot, pairs = k_pages.shape[2], slots[token], pairs_of(heads)
+
+    def load(layer: int) -> list[Halves]:
+        array, key = pairs[layer]
+        return [_halves(array, token, head, row) for row in (key, key + 1)]
+
+    # All heads are loaded before anything is done with one: no load waits for what is made of another.
+    loaded = [load(layer) for layer, _ in first_pages]
+    found = []
+    for (layer, first_page), (k, v) in zip(first_pages, loaded, strict=True):
+        k = _positioned(k, k_norms[layer], rotary, token)
+        k, v = quantised(k, k_scale[layer, head], k_pages.dtype), quantised(v, v_scale[layer, head], v_pages.dtype)
+        found.append((first_page, k, v))
+
+    @pl.when(slot >= 0)
+    def _():
+        for first_page, k, v in found:
+            _store(k_pages, v_pages, (first_page + slot // S, head, slot % S), k, v)
+
+
+def _halves(ref: Any, *index: Any) -> Halves:
+    half = ref.shape[-1] // 2
+    return [ref[*index, pl.ds(start, half)] for start in (0, half)]
+
+
+def _store(k_pages: Any, v_pages: Any, where: tuple[Any, ...], k: Halves, v: Halves) -> None:
+    """Write the halves of a key and of its value."""
+    half = k_pages.shape[-1] // 2
+    for start, k_half, v_half in zip((0, half), k, v, strict=True):
+        h = pl.ds(start, half)
+        k_pages[*where, h] = k_half
+        v_pages[*where, h] = v_half
 
 
 def _positioned(x: Halves, norm: Any, rotary: Rotary | None, token: Any) -> Halves:

@@ -262,7 +262,7 @@ def test_no_preset_is_left_out():
         ("jit(verify)/TargetModel/layers_3/rsqrt", "loop_fusion", "verify_other"),
         ("jit(verify)/TargetModel/layers_3._add_norm/pallas_call", "add_norm", "verify_other"),
         ("jit(draft)/DraftModel/layers_0/add_norm/pallas_call", "add_norm", "draft"),
-        ("jit(verify)/DraftModel.write_context/layers_1.write_context/dot_general", "nvjet", "draft_context"),
+        ("jit(verify)/DraftModel.write_context/layers_1/self_attn/dot_general", "nvjet", "draft_context"),
         ("jit(draft)/DraftModel/layers_0/mlp/dot_general", "nvjet", "draft"),
         ("jit(draft)/DraftModel.tokens/reduce", "reduce", "head"),
         ("jit(commit)/TargetModel.logits/btd,vd->btv/dot_general", "nvjet", "head"),
@@ -329,6 +329,18 @@ def test_kernels_of_layers_are_not_of_the_context_after_them():
     assert list(map(part_of, kernels, Scopes(kernels).of_all(kernels))) == [
         *["verify_gemm", "verify_other", "verify_gemm", "verify_gemm", "verify_attention"],
         *["draft_context", "draft_context", "verify_gemm", "sampling"],
+    ]
+
+
+def test_a_kernel_of_the_context_and_what_runs_before_it_are_of_the_context():
+    names = ["paged_attention__1", "product", "quantize_rows", "nvjet", "write_context", "write_context__1", "reduce"]
+    scopes = {"product": "jit(greedy_round)/verify/TargetModel/layers_3/mlp/dot_general"}
+    scopes |= {"reduce": "jit(greedy_round)/jit(commit)/x"}
+    kernels = [Kernel(name, "jit_round", name, scopes.get(name, ""), i, i + 1) for i, name in enumerate(names)]
+    assert list(map(part_of, kernels, Scopes(kernels).of_all(kernels))) == [
+        *["verify_attention", "verify_gemm"],
+        *["draft_context"] * 4,
+        "sampling",
     ]
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 
 import pallas_kernels
-from pallas_kernels import Rotary, _compat, paged_attention, write_kv
+from pallas_kernels import Rotary, _compat, paged_attention, write_context, write_kv
 from pallas_kernels.paged_attention import MOST_WIDENED
 from tests.kernels.cases import BF16, E4M3, PAGE_DTYPES, cuda_lowering
 
@@ -79,6 +79,23 @@ def test_sharded_write_knows_what_varies(group):
     )
     traced = jax.jit(sharded).trace(*write_arguments((4, 16), group, E4M3))
     assert "xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_sharded_write_of_a_context_knows_what_varies():
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices")
+    heads, pages = Spec(None, None, "tp"), Spec(None, "tp")
+
+    def write(k_pages, v_pages, x, slots, rotary, norm):
+        first_pages = {0: 0, 2: 100}
+        return write_context(
+            k_pages, v_pages, [x], slots, rotary, [norm, None, norm], first_pages, implementation="triton"
+        )
+
+    specs = (pages, pages, heads, Spec(), Spec(), Spec())
+    sharded = jax.shard_map(write, mesh=Mesh(jax.devices()[:4], ("tp",)), in_specs=specs, out_specs=(pages, pages))
+    operands = *write_arguments((4, 16), 4, E4M3, norms=False), jax.ShapeDtypeStruct((128,), BF16)
+    assert "xla.gpu.triton" in jax.jit(sharded).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_no_warning_reaches_the_user():
