@@ -49,41 +49,6 @@ def triton_call(
     )
 
 
-def mosaic_call(
-    kernel: Callable[..., None],
-    *,
-    out_type: list[jax.ShapeDtypeStruct],
-    ctas: int,
-    num_threads: int,
-    scratch_types: dict[str, Any],
-    inputs: Sequence[jax.Array],
-    pools: Sequence[jax.Array],
-    written: bool,
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Runs a Mosaic kernel of warpgroups over inputs and pools; returns its outputs and, if ``written``, the pools.
-
-    Then the kernel writes to pools in place, which ``plgpu.kernel`` cannot do; the axes are those that it would have.
-    """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-    mesh: dict[str, Any] = {"grid": (ctas,), "grid_names": ("cta",)}
-    mesh |= {"num_threads": num_threads, "thread_name": "warpgroup"}
-    if not written:
-        run = plgpu.kernel(kernel, out_type=out_type, scratch_types=scratch_types, compiler_params=parameters, **mesh)
-        return run(*inputs, *pools), []
-    refs = [jax.new_ref(x, memory_space=plgpu.GMEM) for x in pools]
-
-    def scoped(*operands: Any) -> None:
-        pl.run_scoped(functools.partial(kernel, *operands), **scratch_types, collective_axes="warpgroup")
-
-    run = pl.kernel(
-        scoped, out_type=out_type, mesh=plgpu.Mesh(**mesh), compiler_params=parameters, name=kernel.__name__
-    )
-    outputs = run(*inputs, *refs)
-    return list(outputs), [jax.freeze(ref) for ref in refs]
-
-
 def row_index(*index: Any) -> tuple[jax.Array, ...]:
     """Index of whole rows of a reference: scalars and vectors of one length, then the length of a row.
 

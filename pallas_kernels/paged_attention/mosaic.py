@@ -38,7 +38,6 @@ from pallas_kernels import _compat
 from pallas_kernels.paged_attention import mosaic_prefill
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.paged_attention.combine import combine_jnp
-from pallas_kernels.paged_attention.mosaic_fresh import BLOCK, Fresh
 from pallas_kernels.paged_attention.mosaic_kernel import attend
 from pallas_kernels.paged_attention.mosaic_work import Config, Shape
 from pallas_kernels.paged_attention.rows import (
@@ -72,22 +71,6 @@ def refusal(args: Arguments) -> str | None:
     if args.page_size != 64:
         return f"The Mosaic paged attention needs pages of 64 tokens; these hold {args.page_size}."
     return mosaic_prefill.refusal(args) if _is_long(args) else None
-
-
-def write_refusal(args: Arguments) -> str | None:
-    """Why the Mosaic backend cannot write this call's fresh heads as it attends, or None."""
-    _, T, _, H = args.q.shape
-    if T != BLOCK or args.group * T > ROWS or H != 128:
-        return (
-            f"The Mosaic kernel that writes and attends takes {BLOCK} tokens of at most {ROWS // BLOCK} query heads "
-            f"a kv head, of 128 numbers; these are {T} of {args.group}, of {H}."
-        )
-    if args.fresh is not None and args.fresh.rotary.scales is not None:
-        return "The Mosaic kernel that writes and attends takes heads that need no scales; these have some."
-    kinds = {args.q.dtype, jnp.dtype(args.q.dtype if _compat.is_fp8(args.k_pages.dtype) else args.k_pages.dtype)}
-    if len(kinds) > 1 or args.q.dtype.itemsize != 2:
-        return f"The Mosaic kernel that writes and attends takes heads of 16 bits, as pages are; these: {kinds}."
-    return refusal(args)
 
 
 def _is_long(args: Arguments) -> bool:
@@ -136,8 +119,7 @@ def _shared_memory(args: Arguments, config: Config) -> int:
     merging = ROWS * H * 4 if config.consumers > 1 else 0
     queries = ROWS * H * (terms(args.k_pages.dtype) * size + (args.q.dtype.itemsize if config.wide else 0))
     result = ROWS * H * args.q.dtype.itemsize if config.splits == 1 else 0
-    new = 2 * args.q.shape[1] * H * size if args.fresh is not None else 0
-    return ring + queries + merging + result + new + 12 * ROWS * 4
+    return ring + queries + merging + result + 12 * ROWS * 4
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -145,21 +127,8 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     """See ``pallas_kernels.paged_attention``; ``config`` is for blocks, a chunk of a prompt has none."""
     if reason := refusal(args):
         raise NotImplementedError(reason)
-    return mosaic_prefill.paged_attention(args) if _is_long(args) else _call(args, config)[0]
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def write_attend(
-    args: Arguments, *, config: Config | None = None
-) -> tuple[Float[Array, "B T N H"], Float[Array, "P K S H"], Float[Array, "P K S H"]]:
-    """See ``pallas_kernels.write_attend``; pages with new tokens are asked for when these have been written."""
-    if reason := write_refusal(args):
-        raise NotImplementedError(reason)
-    return _call(args, config)
-
-
-def _call(args: Arguments, config: Config | None) -> tuple[Any, ...]:
-    """The result, and of fresh heads the pools."""
+    if _is_long(args):
+        return mosaic_prefill.paged_attention(args)
     config = config or default_config(args)
     B, T, N, H = args.q.shape
     K, rows = args.kv_heads, args.group * head_rows(T)
@@ -168,11 +137,9 @@ def _call(args: Arguments, config: Config | None) -> tuple[Any, ...]:
     ctas = min(items, _compat.sm_count())
     row_bounds, block_bounds = bounds(args, blocks)
     order = longest_first(block_bounds) if items > ctas else jnp.arange(B, dtype=jnp.int32)
-    of_fresh = args.fresh and Fresh(args.fresh.slots, args.fresh.rotary, args.k_scale)
-    fresh, fresh_tree = jax.tree.flatten(of_fresh)
     inputs = _compat.vary_alike(
-        ordered(block_bounds, order, args.kv_length - args.q_length), row_bounds, args.page_table, args.scores_scale,
-        args.v_scale, padded(args), *fresh, args.k_pages, args.v_pages,
+        ordered(block_bounds, order), row_bounds, args.page_table, args.scores_scale, args.v_scale, padded(args),
+        args.k_pages, args.v_pages,
     )  # fmt: skip
     out_rows = rows if blocks == 1 and config.consumers > 1 else ROWS
     sums = (B, K, config.splits, blocks, ROWS)
@@ -181,24 +148,23 @@ def _call(args: Arguments, config: Config | None) -> tuple[Any, ...]:
     shape = Shape(config, args.page_size, K, blocks, args.group, copied_tokens(args), items, ctas)
 
     def paged_attention_kernel(*refs: Any, **scratch: Any) -> None:  # by whose name profilers know it
-        given, own, rest = refs[:6], refs[6 : 6 + len(fresh)], refs[6 + len(fresh) :]
-        attend(*given, *rest, fresh=jax.tree.unflatten(fresh_tree, own), shape=shape, **scratch)
+        attend(*refs, shape=shape, **scratch)
 
-    results, pools = _compat.mosaic_call(
+    results = plgpu.kernel(
         paged_attention_kernel,
         out_type=[_compat.out_like(shape, dtype, inputs[0]) for shape in shapes],
-        ctas=ctas,
+        grid=(ctas,),
+        grid_names=("cta",),
         num_threads=config.consumers + config.converters + 1,
+        thread_name="warpgroup",
         scratch_types=_scratch(args, config),
-        inputs=inputs[:-2],
-        pools=inputs[-2:],
-        written=bool(fresh),
-    )
-    whole, *more = _compat.vary_alike(*results, *inputs)[: len(results)]  # Mosaic's outputs do not say so
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(*inputs)
+    results = _compat.vary_alike(*results, *inputs)[: len(results)]  # Mosaic's outputs do not say so
     if config.splits == 1:
-        return whole[:, :T].reshape(B, T, N, H), *pools
-    acc, highest, total = (_by_head(x, args) for x in (whole, *more))
-    return combine_jnp(acc, highest, total, args=args), *pools
+        return results[0][:, :T].reshape(B, T, N, H)
+    acc, highest, total = (_by_head(x, args) for x in results)
+    return combine_jnp(acc, highest, total, args=args)
 
 
 def _by_head(x: Array, args: Arguments) -> Array:
@@ -225,9 +191,6 @@ def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
     if consumers > 1:
         scratch["acc_s"] = tiled((consumers, ROWS, H // consumers), jnp.float32)
         scratch |= {name: plgpu.Barrier(num_arrivals=consumers) for name in ("given", "free")}
-    if args.fresh is not None:
-        scratch["new_s"] = plgpu.SMEM((2, tokens, H), dtype)
-        scratch |= {name: plgpu.Barrier(num_arrivals=consumers) for name in ("turned", "written")}
     if config.splits == 1:
         scratch["out_s"] = of_rows((consumers, ROWS, H // consumers), args.q.dtype)
     if wide:

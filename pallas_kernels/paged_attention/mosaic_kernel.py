@@ -11,7 +11,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
-from pallas_kernels.paged_attention.mosaic_fresh import Fresh, prepare
 from pallas_kernels.paged_attention.mosaic_layouts import LOWEST, across, copy_layout
 from pallas_kernels.paged_attention.mosaic_work import Config, Shape, Work, for_items
 from pallas_kernels.paged_attention.rows import ROWS
@@ -21,12 +20,9 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array]  # weighted values, running maxim
 
 def attend(
     block_bounds: Any, row_bounds: Any, page_table: Any, scores_scale: Any, v_scale: Any, q: Any, k_pages: Any,
-    v_pages: Any, *outputs: Any, fresh: Fresh | None, shape: Shape, **s: Any,
+    v_pages: Any, *outputs: Any, shape: Shape, **s: Any,
 ) -> None:  # fmt: skip
-    """One CTA; ``s`` is its scratch. ``outputs`` are the result, or where keys are split the sums of each split.
-
-    Where there is anything ``fresh``, ``q`` are heads whose keys and values are to be written before they are read.
-    """
+    """One CTA; ``s`` is its scratch. ``outputs`` are the result, or where keys are split the sums of each split."""
     config = shape.config
     cta, me = lax.axis_index("cta"), lax.axis_index("warpgroup")
     consumer, converter, producer = _registers(config)
@@ -41,12 +37,8 @@ def attend(
             head = work.place.head
             scales = scores_scale[head], v_scale[head]  # asked for early: a read takes long
             plgpu.barrier_wait(s["q_full"])
-            if fresh is not None:
-                prepare(q, fresh, work, me, (k_pages, v_pages), scales[1], s)
             if config.wide:
                 plgpu.barrier_wait(s["q_ready"])
-            elif fresh is not None:
-                plgpu.barrier_wait(s["turned"])
             column = plgpu.Layout.WGMMA.reduce(1)
             low, high, real = (_compat.smem_load(s["bounds_s"].at[i], column) for i in range(3))
             sums = _merge(_consume(work, me, (low, high), scales[0], s), me, config, s)
@@ -66,7 +58,7 @@ def attend(
         plgpu.set_max_registers(converter, action="decrease")
 
         def step(n: Any, work: Work) -> None:
-            plgpu.barrier_wait(s["q_full" if fresh is None else "turned"])
+            plgpu.barrier_wait(s["q_full"])
             _split_queries(s)
             _convert(work, s)
 
@@ -88,10 +80,7 @@ def attend(
                 plgpu.barrier_wait(s["q_empty"])
 
             for rows, tokens, n_head, _ in work.place.pieces():
-                column = (
-                    n_head if fresh is None else n_head + 2 * work.place.head
-                )  # behind other heads' keys and values
-                source = q.at[b, tokens, pl.ds(column * k_pages.shape[3], k_pages.shape[3])]
+                source = q.at[b, tokens, pl.ds(n_head * k_pages.shape[3], k_pages.shape[3])]
                 plgpu.copy_gmem_to_smem(source, s["rows_s" if config.wide else "q_s"].at[rows], s["q_full"])
             plgpu.copy_gmem_to_smem(row_bounds.at[b, block], s["bounds_s"], s["q_full"])
             other = (work.first > 0) & (work.count > 0)
@@ -138,8 +127,6 @@ def _produce(work: Work, page: Any, page_table: Any, k_pages: Any, v_pages: Any,
     last = work.first + work.count - 1
 
     def step(i: Any, page: Any) -> Any:
-        if "written" in s:
-            pl.when(i == work.fresh())(lambda: plgpu.barrier_wait(s["written"]))
         slot, turn = work.slot(i, work.shape.config.stages)
         following = page_table[jnp.minimum(work.first + i + 1, last)]
         for x, pages in (("k", k_pages), ("v", v_pages)):
@@ -152,8 +139,6 @@ def _produce(work: Work, page: Any, page_table: Any, k_pages: Any, v_pages: Any,
         return following
 
     lax.fori_loop(0, work.count, step, page)
-    if "written" in s:  # each use of a barrier is awaited
-        pl.when(work.fresh() == work.count)(lambda: plgpu.barrier_wait(s["written"]))
 
 
 def _convert(work: Work, s: dict[str, Any]) -> None:

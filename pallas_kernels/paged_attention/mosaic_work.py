@@ -76,7 +76,6 @@ class Work:
     first: Any
     count: Any
     edges: tuple[Any, ...]
-    start: Any  # first position of the sequence's query tokens
     before: Any
     shape: Shape
 
@@ -99,10 +98,6 @@ class Work:
         consumers = self.shape.config.consumers
         return lax.div(self.count - self.begin(me) + consumers - 1, consumers)
 
-    def fresh(self) -> Any:
-        """The first page that holds new tokens; beyond the last if there is none."""
-        return jnp.clip(lax.div(self.start, self.shape.page_size) - self.first, 0, self.count)
-
     def plain(self, i: Any) -> Any:
         """Whether every row sees every key of page i."""
         return self._within(i, *self.edges[2:])
@@ -121,26 +116,25 @@ def for_items(cta: Any, block_bounds: Any, shape: Shape, step: Callable[[Any, Wo
 
     The bounds of the next item are asked for before the step of this one: a read takes long.
     """
-    items = shape.count(cta)
+    count = shape.count(cta)
 
     def locate(n: Any) -> tuple[Any, Any, Any, Any]:
         return shape.locate(n * shape.ctas + shape.turn(cta, n))
 
     def bounds(n: Any) -> tuple[Any, ...]:
         rank, block, _, _ = locate(n)
-        return tuple(block_bounds[rank, block, i] for i in range(6))
+        return tuple(block_bounds[rank, block, i] for i in range(5))
 
     def body(n: Any, carry: Any) -> Any:
-        before, (*edges, b, start) = carry
-        following = bounds(jnp.minimum(n + 1, items - 1))
+        before, (*edges, b) = carry
+        following = bounds(jnp.minimum(n + 1, count - 1))
         _, block, split, head = locate(n)
         place = Place(b, head, block, shape.group, shape.tokens)
         begin, end = page_range(edges[0], edges[1], shape.page_size)
         each = pl.cdiv(end - begin, shape.config.splits)
         first = begin + split * each
-        count = jnp.maximum(jnp.minimum(each, end - first), 0)
-        work = Work(place, split, first, count, tuple(edges), start, before, shape)
+        work = Work(place, split, first, jnp.maximum(jnp.minimum(each, end - first), 0), tuple(edges), before, shape)
         step(n, work)
         return before + work.count, following
 
-    lax.fori_loop(0, items, body, (jnp.int32(0), bounds(jnp.int32(0))))
+    lax.fori_loop(0, count, body, (jnp.int32(0), bounds(jnp.int32(0))))

@@ -69,14 +69,12 @@ def copied_tokens(args: Arguments) -> int:
     return 1 if alone else head_rows(T)
 
 
-def padded(args: Arguments) -> Float[Array, "B R _"]:
-    """Queries, ``copied_tokens`` rows, heads side by side; fresh ones with the keys and values between them.
+def padded(args: Arguments) -> Float[Array, "B R NH"]:
+    """Queries, ``copied_tokens`` rows, heads side by side.
 
     Over 16-bit pages in their dtype; over fp8 pages as they are, for the kernel to split into ``terms``.
     """
     B, T, N, H = args.q.shape
-    if args.fresh is not None:
-        return args.fresh.heads.reshape(B, T, -1)
     q = args.q if _compat.is_fp8(args.k_pages.dtype) else args.q.astype(args.k_pages.dtype)
     return jnp.pad(q.reshape(B, T, N * H), ((0, 0), (0, copied_tokens(args) - T), (0, 0)))
 
@@ -112,9 +110,7 @@ def longest_first(block_bounds: Int[Array, "B blocks 4"]) -> Int[Array, " B"]:
     return jnp.where(rank[None] == number[:, None], number[None], 0).sum(1, dtype=jnp.int32)
 
 
-def ordered(
-    block_bounds: Int[Array, "B blocks 4"], order: Int[Array, " B"], start: Int[Array, " B"]
-) -> Int[Array, "B blocks 6"]:
-    """The bounds of blocks in another order of sequences, each with its sequence's number and first new position."""
-    more = jnp.stack([order, start[order]], axis=-1)[:, None]
-    return jnp.concatenate([block_bounds[order], jnp.broadcast_to(more, (*block_bounds.shape[:2], 2))], axis=2)
+def ordered(block_bounds: Int[Array, "B blocks 4"], order: Int[Array, " B"]) -> Int[Array, "B blocks 5"]:
+    """The bounds of blocks in another order of sequences, each with the number of its sequence as a fifth."""
+    numbers = jnp.broadcast_to(order[:, None, None], (*block_bounds.shape[:2], 1))
+    return jnp.concatenate([block_bounds[order], numbers], axis=2)

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import _compat
 from pallas_kernels.masks import Mask
-from pallas_kernels.paged_attention import fastest, mosaic, paged_attention, triton
+from pallas_kernels.paged_attention import fastest, paged_attention, triton
 from pallas_kernels.paged_attention.arguments import Arguments, Fresh, checked
 from pallas_kernels.rotary import Rotary
 from pallas_kernels.write_kv import check_heads, write_kv
 
-Implementation = Literal["mosaic", "triton", "apart"]
+Implementation = Literal["triton", "apart"]
 
 
 def write_attend(
@@ -57,7 +58,7 @@ def write_attend(
       k_scale: as for both.
       v_scale: as for both.
       valid_from: as for ``paged_attention``, but no later than the first of the tokens.
-      implementation: one kernel, ``"mosaic"`` or ``"triton"``, or ``"apart"``; None picks what is fastest.
+      implementation: ``"triton"``, one kernel, or ``"apart"``; None picks the faster.
       interpret: run Triton kernels in Pallas' interpreter, on any backend (tests).
 
     Returns:
@@ -85,24 +86,21 @@ def write_attend(
     )
     args = dataclasses.replace(args, fresh=Fresh(heads, slots.astype(jnp.int32), rotary))
     match implementation or _fastest(args, interpret):
-        case "mosaic":
-            return mosaic.write_attend(args)
         case "triton":
             return triton.write_attend(args, interpret=interpret)
         case "apart":
             return _apart(args, interpret)
         case other:
-            raise ValueError(f"implementation must be 'mosaic', 'triton', 'apart' or None; got {other!r}")
+            raise ValueError(f"implementation must be 'triton', 'apart' or None; got {other!r}")
 
 
 def _fastest(args: Arguments, interpret: bool) -> Implementation:
-    """The kernel that attends fastest, if it can write as well; BENCH.md holds the measurements behind it."""
-    match fastest(args, interpret):
-        case "mosaic" if mosaic.write_refusal(args) is None:
-            return "mosaic"
-        case "triton" if triton.write_refusal(args) is None and triton.default_config(args).splits > 1:
-            return "triton"
-    return "apart"
+    """One kernel where its programs do not fill the card, since each turns queries anew (docs/performance.md)."""
+    if fastest(args, interpret) != "triton" or triton.write_refusal(args) is not None:
+        return "apart"
+    splits = triton.default_config(args).splits
+    programs = len(args.q) * args.kv_heads * (splits + 1)
+    return "triton" if splits > 1 and programs <= _compat.sm_count() else "apart"
 
 
 def _apart(args: Arguments, interpret: bool) -> tuple[jax.Array, jax.Array, jax.Array]:

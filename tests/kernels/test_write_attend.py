@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Rotary, paged_attention, write_attend, write_kv
-from pallas_kernels.paged_attention import mosaic, triton
+from pallas_kernels.paged_attention import triton
 from pallas_kernels.paged_attention.arguments import Fresh, checked
 from tests.kernels.cases import BF16, E4M3, PAGE_DTYPES, Geometry, cuda_lowering, error
 from tests.kernels.conftest import ON_GPU
@@ -163,47 +163,3 @@ def test_lowers_for_cuda(dtype):
     text = cuda_lowering(triton.write_attend, case.arguments())
     assert text.count('kernel_name = "paged_attention"') == 1 or "paged_attention" in text
     assert "write_kv" not in text
-
-
-BLOCKS = Geometry(B=20, T=16, N=32, K=8, H=128, S=64, M=12)  # more items than multiprocessors
-
-
-@by_dtype
-@pytest.mark.parametrize("group", [1, 3, 4])
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("norms", [True, False])
-def test_mosaic_lowers_for_cuda(dtype, group, splits, norms):
-    args = call(dataclasses.replace(BLOCKS, N=8 * group, dtype=dtype), [700] * 20, norms=norms).arguments()
-    config = dataclasses.replace(mosaic.default_config(args), splits=splits)
-    text = cuda_lowering(functools.partial(mosaic.write_attend, config=config), args)
-    assert "mosaic_gpu" in text
-
-
-def lengths(rng: np.random.Generator, g: Geometry) -> tuple[np.ndarray, np.ndarray]:
-    """Of all kinds: idle, new, across pages, with rows of padding."""
-    kv_length = rng.integers(g.T, g.M * g.S + 1, g.B)
-    q_length = np.where(rng.random(g.B) < 0.3, rng.integers(1, g.T + 1, g.B), g.T)
-    kv_length[:6], q_length[:6] = [0, 16, 7, 64, 70, 128], [0, 16, 7, 16, 16, 16]
-    return kv_length, q_length
-
-
-@pytest.mark.gpu
-@by_dtype
-@pytest.mark.parametrize("group", [1, 3, 4])
-@pytest.mark.parametrize(("splits", "batch"), [(1, 6), (1, 20), (1, 70), (2, 6), (3, 20), (7, 7)])
-@pytest.mark.parametrize(("mask", "window"), [("causal", None), ("causal", 100), ("block", None)])
-def test_mosaic(dtype, group, splits, batch, mask, window):
-    g = dataclasses.replace(BLOCKS, B=batch, N=8 * group, dtype=dtype, mask=mask, window=window)
-    case = call(g, *lengths(np.random.default_rng(batch), g), seed=splits, norms=group != 3)
-    args = case.arguments()
-    config = dataclasses.replace(mosaic.default_config(args), splits=splits)
-    for _ in range(3):  # races would show now and then
-        out, *pools = mosaic.write_attend(args, config=config)
-        expected = case.expected()
-        assert error(out, expected[0]) < 6e-3
-        for pool, wanted in zip(pools, expected[1:], strict=True):
-            found, wanted = (np.asarray(x, np.float32) for x in (pool, wanted))
-            np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
-            found, wanted = np.nan_to_num(found), np.nan_to_num(wanted)
-            assert (found != wanted).mean() < 1e-3  # the norm's root is approximate here
-            np.testing.assert_allclose(found, wanted, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-2)
