@@ -22,14 +22,13 @@ def half_rows(ref: Any, *index: Any) -> list[Any]:
     return [ref.at[*rows, column + start] for start in (0, half)]
 
 
-def scaled(heads: Halves, rotary: Rotary | None, of_tokens: Any, load: Callable[[Any], Halves]) -> Halves:
-    """Heads times the scales of their tokens (a function that reads these) and of their columns, which ``load`` reads.
-
-    Without such scales they are left as they are, and neither is asked.
-    """
+def scaled(
+    heads: Halves, rotary: Rotary | None, of_tokens: Callable[[Any], jax.Array], of_columns: Callable[[Any], Halves]
+) -> Halves:
+    """Heads times the scales that ``rotary`` has of their tokens and columns, if any; the functions load these."""
     if rotary is None or rotary.scales is None:
         return heads
-    tokens, columns = of_tokens(rotary.scales[0]), load(rotary.scales[1])
+    tokens, columns = of_tokens(rotary.scales[0]), of_columns(rotary.scales[1])
     return [(x.astype(jnp.float32) * (tokens * y)).astype(x.dtype) for x, y in zip(heads, columns, strict=True)]
 
 
@@ -39,39 +38,23 @@ def quantised(x: Halves, scale: Any, dtype: Any) -> Halves:
     return [jnp.clip(half.astype(jnp.float32) / scale, -limit, limit).astype(dtype) for half in x]
 
 
-def positioned(
-    x: Halves,
-    weights: Halves | None,
-    eps: float,
-    angles: tuple[jax.Array, jax.Array],
-    spread: Callable[[jax.Array], jax.Array] = lambda of_heads: of_heads[..., None],
-) -> Halves:
+def positioned(x: Halves, norm: Any, eps: float, angles: tuple[jax.Array, jax.Array]) -> Halves:
     """Halves of heads [.., H / 2] after norm, if they have one, and RoPE, rounded where ``split_heads`` rounds.
 
-    Args:
-      x: the halves.
-      weights: halves of the norm's, for every element of x; None norms nothing.
-      eps: of the norm.
-      angles: cosines and sines, for every element of a half.
-      spread: from a number of each head to one of each element.
+    ``norm`` is a reference to its weights [H], ``angles`` are cosines and sines for the halves.
     """
     dtype = x[0].dtype
     left, right = (y.astype(jnp.float32) for y in x)
-    if weights is not None:
-        scale = spread(jax.lax.rsqrt((left * left + right * right).sum(axis=-1) / (2 * left.shape[-1]) + eps))
+    if norm is not None:
+        half = left.shape[-1]
+        squares = jnp.sum(left * left + right * right, axis=-1, keepdims=True)
+        scale = jax.lax.rsqrt(squares / (2 * half) + eps)
 
-        def normed(y: jax.Array, weight: jax.Array) -> jax.Array:
+        def normed(y: jax.Array, start: int) -> jax.Array:
+            weight = norm[pl.ds(start, half)]
             weighted = weight.astype(jnp.float32) * (y * scale).astype(dtype).astype(jnp.float32)
             return weighted.astype(jnp.promote_types(weight.dtype, dtype)).astype(jnp.float32)
 
-        left, right = (normed(y, weight) for y, weight in zip((left, right), weights, strict=True))
+        left, right = normed(left, 0), normed(right, half)
     cos, sin = angles
     return [(left * cos - right * sin).astype(dtype), (right * cos + left * sin).astype(dtype)]
-
-
-def halves_of(norm: Any) -> Halves | None:
-    """Of the weights that a reference [H] holds."""
-    if norm is None:
-        return None
-    half = norm.shape[0] // 2
-    return [norm[pl.ds(start, half)] for start in (0, half)]

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import _compat
-from pallas_kernels.halves import Halves, half_rows, halves_of, positioned, quantised, scaled
+from pallas_kernels.halves import Halves, half_rows, positioned, quantised, scaled
 from pallas_kernels.paged_attention.arguments import Fresh
 
 _Place = tuple[Any, Any]  # sequence and kv head of a program
@@ -45,7 +45,7 @@ def _turned(fresh: Fresh, place: _Place, token: jax.Array, row: jax.Array, norm:
     rotary, real = fresh.rotary, (token < fresh.heads.shape[1])[:, None]
     at, tables = _compat.row_index(place[0], token, rotary.cos.shape[-1]), (rotary.cos, rotary.sin)  # of references
     cos, sin = (pltriton.load(cast(Any, x).at[at], mask=real, other=0.0) for x in tables)
-    return positioned(_load(fresh, place, token, row), halves_of(norm), rotary.eps, (cos, sin))
+    return positioned(_load(fresh, place, token, row), norm, rotary.eps, (cos, sin))
 
 
 def _load(fresh: Fresh, place: _Place, token: jax.Array, row: jax.Array) -> Halves:

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
 from pallas_kernels.masks import Mask
-from pallas_kernels.paged_attention import fastest, paged_attention, triton
+from pallas_kernels.paged_attention import fastest as fastest_attention
+from pallas_kernels.paged_attention import paged_attention, triton
 from pallas_kernels.paged_attention.arguments import Arguments, Fresh, checked
 from pallas_kernels.rotary import Rotary
 from pallas_kernels.write_kv import check_heads, write_kv
@@ -85,7 +86,7 @@ def write_attend(
         valid_from=valid_from,
     )
     args = dataclasses.replace(args, fresh=Fresh(heads, slots.astype(jnp.int32), rotary))
-    match implementation or _fastest(args, interpret):
+    match implementation or fastest(args, interpret):
         case "triton":
             return triton.write_attend(args, interpret=interpret)
         case "apart":
@@ -94,9 +95,9 @@ def write_attend(
             raise ValueError(f"implementation must be 'triton', 'apart' or None; got {other!r}")
 
 
-def _fastest(args: Arguments, interpret: bool) -> Implementation:
+def fastest(args: Arguments, interpret: bool) -> Implementation:
     """One kernel where its programs do not fill the card, since each turns queries anew (docs/performance.md)."""
-    if fastest(args, interpret) != "triton" or triton.write_refusal(args) is not None:
+    if fastest_attention(args, interpret) != "triton" or triton.write_refusal(args) is not None:
         return "apart"
     splits = triton.default_config(args).splits
     programs = len(args.q) * args.kv_heads * (splits + 1)

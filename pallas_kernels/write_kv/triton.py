@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
-from pallas_kernels.halves import Halves, half_rows, halves_of, positioned, quantised, scaled
+from pallas_kernels.halves import Halves, half_rows, positioned, quantised, scaled
 from pallas_kernels.rotary import Rotary, pairs_of
 
 _GIB = 1 << 30
@@ -182,4 +182,4 @@ def _store(k_pages: Any, v_pages: Any, where: tuple[Any, ...], k: Halves, v: Hal
 def _positioned(x: Halves, norm: Any, rotary: Rotary | None, token: Any) -> Halves:
     if rotary is None:
         return x
-    return positioned(x, halves_of(norm), rotary.eps, (rotary.cos[token], rotary.sin[token]))
+    return positioned(x, norm, rotary.eps, (rotary.cos[token], rotary.sin[token]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Rotary, paged_attention, write_attend, write_kv
+from pallas_kernels import Rotary, _compat, paged_attention, write_attend, write_kv
 from pallas_kernels.paged_attention import triton
 from pallas_kernels.paged_attention.arguments import Fresh, checked
 from tests.kernels.cases import BF16, E4M3, PAGE_DTYPES, Geometry, cuda_lowering, error
@@ -163,3 +164,31 @@ def test_lowers_for_cuda(dtype):
     text = cuda_lowering(triton.write_attend, case.arguments())
     assert text.count('kernel_name = "paged_attention"') == 1 or "paged_attention" in text
     assert "write_kv" not in text
+
+
+@pytest.mark.parametrize(
+    ("capability", "batch", "tokens", "picked"),
+    [
+        ((9, 0), 1, 16, "triton"),
+        ((9, 0), 1, 1, "triton"),
+        ((9, 0), 4, 16, "apart"),  # each program turns queries anew, and these fill the card
+        ((9, 0), 16, 16, "apart"),  # attention is Mosaic's
+        ((9, 0), 1, 64, "apart"),  # rows in several programs
+        (None, 1, 16, "apart"),
+    ],
+)
+def test_picks(monkeypatch, capability, batch, tokens, picked):
+    monkeypatch.setattr(_compat, "compute_capability", lambda: capability)
+    monkeypatch.setattr(_compat, "sm_count", lambda: 132)
+    case = call(Geometry(batch, tokens, N=32, K=8, H=128, S=64, M=32), [700] * batch)
+    assert importlib.import_module("pallas_kernels.write_attend").fastest(case.arguments(), interpret=False) == picked
+
+
+def test_refuses_in_a_sentence():
+    case = call(dataclasses.replace(VERIFY, T=40), [80, 80, 80])
+    with pytest.raises(NotImplementedError, match="takes 1 to 128 rows of a kv head; these are 160"):
+        case.found(implementation="triton")
+    with pytest.raises(ValueError, match="must be 'triton', 'apart' or None; got 'cuda'"):
+        case.found(implementation="cuda")
+    with pytest.raises(ValueError, match="heads must be"):
+        dataclasses.replace(case, slots=case.slots[:2]).found()
