@@ -24,6 +24,7 @@ def hidden_states(folders, kv_cache_dtype, monkeypatch, implementation):
         if implementation is not None:
             for module, name in (
                 (paged, "paged_attention"),
+                (paged, "write_attend"),
                 (paged, "write_context"),
                 (paged, "write_kv"),
                 (parallel, "add_norm"),

@@ -17,7 +17,7 @@ from pallas_kernels.paged_attention.arguments import Arguments, Fresh, checked
 from pallas_kernels.rotary import Rotary
 from pallas_kernels.write_kv import check_heads, write_kv
 
-Implementation = Literal["triton", "apart"]
+Implementation = Literal["triton", "apart", "reference"]
 
 
 def write_attend(
@@ -59,7 +59,8 @@ def write_attend(
       k_scale: as for both.
       v_scale: as for both.
       valid_from: as for ``paged_attention``, but no later than the first of the tokens.
-      implementation: ``"triton"``, one kernel, or ``"apart"``; None picks the faster.
+      implementation: ``"triton"``, one kernel; ``"apart"``, the fastest of both, or ``"reference"``, both in plain jnp;
+        None picks the fastest.
       interpret: run Triton kernels in Pallas' interpreter, on any backend (tests).
 
     Returns:
@@ -90,9 +91,11 @@ def write_attend(
         case "triton":
             return triton.write_attend(args, interpret=interpret)
         case "apart":
-            return _apart(args, interpret)
+            return _apart(args, None, interpret)
+        case "reference":
+            return _apart(args, "reference", interpret)
         case other:
-            raise ValueError(f"implementation must be 'triton', 'apart' or None; got {other!r}")
+            raise ValueError(f"implementation must be 'triton', 'apart', 'reference' or None; got {other!r}")
 
 
 def fastest(args: Arguments, interpret: bool) -> Implementation:
@@ -104,7 +107,9 @@ def fastest(args: Arguments, interpret: bool) -> Implementation:
     return "triton" if splits > 1 and programs <= _compat.sm_count() else "apart"
 
 
-def _apart(args: Arguments, interpret: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _apart(
+    args: Arguments, implementation: Literal["reference"] | None, interpret: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     fresh = args.fresh
     assert fresh is not None
     q, k_pages, v_pages = write_kv(
@@ -115,6 +120,7 @@ def _apart(args: Arguments, interpret: bool) -> tuple[jax.Array, jax.Array, jax.
         fresh.rotary,
         k_scale=args.k_scale,
         v_scale=args.v_scale,
+        implementation=implementation,
         interpret=interpret,
     )
     out = paged_attention(
@@ -130,6 +136,7 @@ def _apart(args: Arguments, interpret: bool) -> tuple[jax.Array, jax.Array, jax.
         k_scale=args.k_scale,
         v_scale=args.v_scale,
         valid_from=args.valid_from,
+        implementation=implementation,
         interpret=interpret,
     )
     return out, k_pages, v_pages

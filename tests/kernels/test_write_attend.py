@@ -130,14 +130,26 @@ def test_masks(how, mask, window):
 
 
 @by_dtype
-def test_ragged_and_idle_sequences(how, dtype):
-    g = dataclasses.replace(VERIFY, B=4, dtype=dtype)
-    check((case := call(g, [65, 0, 30, 96], [1, 0, 7, 16], norms=False)).found(**how), case)
+@pytest.mark.parametrize("mask", ["causal", "block"])
+def test_ragged_and_idle_sequences(how, dtype, mask):
+    """What lies past the last token of a sequence may be anything, NaN too."""
+    g = dataclasses.replace(VERIFY, B=4, dtype=dtype, mask=mask)
+    case = call(g, [65, 0, 30, 96], [1, 0, 7, 16], norms=False)
+    case = dataclasses.replace(case, heads=case.heads.at[2, 7:].set(jnp.nan))
+    check(case.found(**how), case)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 15])
 def test_any_number_of_tokens(how, tokens):
     check((case := call(dataclasses.replace(VERIFY, T=tokens), [80, 41, tokens])).found(**how), case)
+
+
+def test_reference():
+    case = call(VERIFY, [70, 16, 32])
+    found = write_attend(
+        *case.pools, case.heads, case.slots, case.rotary, *case.tables, **case.options, implementation="reference"
+    )
+    check(found, case)
 
 
 @by_dtype
@@ -188,7 +200,7 @@ def test_refuses_in_a_sentence():
     case = call(dataclasses.replace(VERIFY, T=40), [80, 80, 80])
     with pytest.raises(NotImplementedError, match="takes 1 to 128 rows of a kv head; these are 160"):
         case.found(implementation="triton")
-    with pytest.raises(ValueError, match="must be 'triton', 'apart' or None; got 'cuda'"):
+    with pytest.raises(ValueError, match="must be 'triton', 'apart', 'reference' or None; got 'cuda'"):
         case.found(implementation="cuda")
     with pytest.raises(ValueError, match="heads must be"):
         dataclasses.replace(case, slots=case.slots[:2]).found()
