@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as Spec
 
 from pallas_kernels import Rotary, _compat, paged_attention, write_attend, write_kv
 from pallas_kernels.paged_attention import triton
 from pallas_kernels.paged_attention.arguments import Fresh, checked
-from tests.kernels.cases import BF16, E4M3, PAGE_DTYPES, Geometry, cuda_lowering, error
+from tests.kernels.cases import BF16, E4M3, PAGE_DTYPES, Geometry, cuda_lowering, error, mesh_of
 from tests.kernels.conftest import ON_GPU
 
 by_dtype = pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=lambda d: jnp.dtype(d).name)
@@ -204,3 +205,36 @@ def test_refuses_in_a_sentence():
         case.found(implementation="cuda")
     with pytest.raises(ValueError, match="heads must be"):
         dataclasses.replace(case, slots=case.slots[:2]).found()
+
+
+def sharded(case: Call, devices: int, **how: Any) -> Any:
+    """The call with kv heads split over a mesh; how ``found``."""
+    heads, pages, head = Spec(None, None, "tp"), Spec(None, "tp"), Spec("tp")
+    scales = [case.options[name] for name in ("k_scale", "v_scale")]
+    static = {name: case.options[name] for name in ("mask", "window")}
+
+    def local(k_pages, v_pages, x, slots, rotary, tables, k_scale, v_scale):
+        options = static | {"k_scale": k_scale, "v_scale": v_scale}
+        return write_attend(k_pages, v_pages, x, slots, rotary, *tables, **options, **how)
+
+    run = jax.shard_map(
+        local,
+        mesh=mesh_of(devices),
+        in_specs=(pages, pages, heads, Spec(), Spec(), Spec(), head, head),
+        out_specs=(heads, pages, pages),
+        check_vma=not how.get("interpret", False),  # JAX's interpreter does not track what varies over the mesh
+    )
+    return jax.jit(run), (*case.pools, case.heads, case.slots, case.rotary, case.tables, *scales)
+
+
+@by_dtype
+def test_on_a_mesh(how, dtype):
+    case = call(dataclasses.replace(VERIFY, dtype=dtype), [70, 16, 32])
+    run, arguments = sharded(case, 1 if ON_GPU else 2, **how)
+    check(run(*arguments), case)
+
+
+def test_sharded_lowering_knows_what_varies():
+    case = call(dataclasses.replace(VERIFY, H=128, S=64, K=4, M=20), [700, 300, 64])
+    run, arguments = sharded(case, 4, implementation="triton")
+    assert "gpu$xla.gpu.triton" in run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
