@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.cache.dense import attention, write_each
 from dflash_jax.config import LayerMask
-from dflash_jax.models.layers import KVCache
+from dflash_jax.models.layers import ContextCache, KVCache
 from pallas_kernels.masks import visible
 from pallas_kernels.rotary import Rotary, split_heads
 
@@ -25,7 +25,7 @@ CUDNN_HEAD_DIM = 256  # the largest that cuDNN's fused attention takes on Hopper
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class SequenceCache(KVCache):
+class SequenceCache(ContextCache):
     """A `models.layers.ContextCache` of one call over whole sequences: position t of a sequence is row t.
 
     It holds what a call has written, layer by layer, and attends over it causally. Rows of padding stand behind the

@@ -59,9 +59,11 @@ def refusal(args: Arguments) -> str | None:
 
 def write_refusal(args: Arguments) -> str | None:
     """Why the Triton backend cannot write this call's fresh heads as it attends, or None."""
-    rows, most = args.q.shape[1] * args.group, 128
+    rows, most, H = args.q.shape[1] * args.group, 128, args.q.shape[-1]
     if not 0 < rows <= most:
         return f"The Triton kernel that writes and attends takes 1 to {most} rows of a kv head; these are {rows}."
+    if H < 32:
+        return f"The Triton kernel that writes and attends multiplies halves of heads of at least 32; this is {H}."
     return refusal(args)
 
 

@@ -49,7 +49,7 @@ def write_attend(
       heads: as for ``write_kv``, with at least one query head.
       slots: as for ``write_kv``: of token t where ``page_table`` has position ``kv_length - q_length + t``. -1 past
         ``q_length``; what others see of a token whose slot is -1 before that is undefined.
-      rotary: as for ``write_kv``.
+      rotary: as for ``write_kv``, and not None.
       page_table: as for ``paged_attention``.
       kv_length: as there.
       q_length: as there.
@@ -69,8 +69,15 @@ def write_attend(
     Raises:
       ValueError, TypeError: shapes or dtypes that do not belong together; the message prints them.
       NotImplementedError: what the chosen implementation cannot do, in a sentence.
+
+    Source: as of ``write_kv`` and ``paged_attention``.
     """
     check_heads(k_pages, v_pages, heads, slots, rotary)
+    if heads.ndim != 5 or heads.shape[3] < 3 or rotary is None:
+        raise ValueError(
+            f"heads must be [B, T, K, J, H], J being at least 3 (a query, a key and a value), and have a rotary; got "
+            f"{list(heads.shape)} and {type(rotary).__name__}"
+        )
     B, T, K, J, H = heads.shape
     args = checked(
         heads[..., :-2, :].reshape(B, T, K * (J - 2), H),
@@ -99,7 +106,10 @@ def write_attend(
 
 
 def fastest(args: Arguments, interpret: bool) -> Implementation:
-    """One kernel where its programs do not fill the card, since each turns queries anew (docs/performance.md)."""
+    """One kernel where its programs do not fill the card, since each turns queries anew (docs/performance.md).
+
+    That is up to a few sequences in all, and page tables that are not so wide that keys are split among many.
+    """
     if fastest_attention(args, interpret) != "triton" or triton.write_refusal(args) is not None:
         return "apart"
     splits = triton.default_config(args).splits

@@ -175,25 +175,30 @@ def test_tokens_without_a_slot_are_not_written(how):
 def test_lowers_for_cuda(dtype):
     case = call(dataclasses.replace(VERIFY, dtype=dtype, H=128, S=64, M=20), [700, 300, 64], scales=True)
     text = cuda_lowering(triton.write_attend, case.arguments())
-    assert text.count('kernel_name = "paged_attention"') == 1 or "paged_attention" in text
-    assert "write_kv" not in text
+    calls = [line for line in text.splitlines() if "custom_call @__gpu$xla.gpu.triton" in line]
+    assert len(calls) == 2  # one kernel, and one that merges
+    for i in range(2):
+        assert f"output_tuple_indices = [{i}], operand_index = {i}" in calls[0]  # the pools are written in place
+    assert "operand_index" not in calls[1]
 
 
 @pytest.mark.parametrize(
-    ("capability", "batch", "tokens", "picked"),
+    ("capability", "batch", "tokens", "pages", "picked"),
     [
-        ((9, 0), 1, 16, "triton"),
-        ((9, 0), 1, 1, "triton"),
-        ((9, 0), 4, 16, "apart"),  # each program turns queries anew, and these fill the card
-        ((9, 0), 16, 16, "apart"),  # attention is Mosaic's
-        ((9, 0), 1, 64, "apart"),  # rows in several programs
-        (None, 1, 16, "apart"),
+        ((9, 0), 1, 16, 32, "triton"),
+        ((9, 0), 1, 1, 32, "triton"),
+        ((9, 0), 1, 16, 512, "apart"),  # attention is Mosaic's
+        ((9, 0), 1, 16, 63, "apart"),  # each program turns queries anew, and these fill the card
+        ((9, 0), 4, 16, 32, "apart"),
+        ((9, 0), 16, 16, 32, "apart"),
+        ((9, 0), 1, 64, 32, "apart"),  # rows in several programs
+        (None, 1, 16, 32, "apart"),
     ],
 )
-def test_picks(monkeypatch, capability, batch, tokens, picked):
+def test_picks(monkeypatch, capability, batch, tokens, pages, picked):
     monkeypatch.setattr(_compat, "compute_capability", lambda: capability)
     monkeypatch.setattr(_compat, "sm_count", lambda: 132)
-    case = call(Geometry(batch, tokens, N=32, K=8, H=128, S=64, M=32), [700] * batch)
+    case = call(Geometry(batch, tokens, N=32, K=8, H=128, S=64, M=pages), [700] * batch)
     assert importlib.import_module("pallas_kernels.write_attend").fastest(case.arguments(), interpret=False) == picked
 
 
@@ -203,6 +208,12 @@ def test_refuses_in_a_sentence():
         case.found(implementation="triton")
     with pytest.raises(ValueError, match="must be 'triton', 'apart', 'reference' or None; got 'cuda'"):
         case.found(implementation="cuda")
+    with pytest.raises(NotImplementedError, match="halves of heads of at least 32; this is 16"):
+        call(dataclasses.replace(VERIFY, H=16), [80, 80, 80]).found(implementation="triton")
+    with pytest.raises(ValueError, match=r"at least 3 .* got \[3, 40, 2, 2, 64\] and Rotary"):
+        dataclasses.replace(case, heads=case.heads[:, :, :, 4:]).found()
+    with pytest.raises(ValueError, match=r"have a rotary; got .* and NoneType"):
+        dataclasses.replace(case, rotary=None).found()
     with pytest.raises(ValueError, match="heads must be"):
         dataclasses.replace(case, slots=case.slots[:2]).found()
 
