@@ -6,6 +6,7 @@ The rest of the package names a kernel, its outputs and its parameters, and gets
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jaxlib.triton import dialect
 
 # Pallas' Triton backend is deprecated since JAX 0.11 in favour of Mosaic GPU, and says so at every lowering. It stays
 # here on purpose: it is the only backend whose whole semantics run on a CPU (interpret mode), and it covers what the
 # Mosaic kernel does not. The filter matches that one message and nothing else.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
+
+# MLIR's bindings import the Python side of a dialect when they meet one of its types, from a module of its name. That
+# of Triton's is another: they searched in vain at each type, for half of the time that a kernel takes to lower.
+sys.modules.setdefault("jaxlib.mlir.dialects.tt", dialect)
 
 _OLD = jax.__version_info__ < (0, 11)
 _H200_SMS = 132
