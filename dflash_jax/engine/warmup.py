@@ -33,7 +33,7 @@ from dflash_jax.engine.state import (
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # jax.monitoring's event, one a program
 COMMIT_MODES = [(mode, False) for mode in MODES] + [(mode, True) for mode in CONTROLLED_MODES]
-Job = Callable[[], None]
+Job = Callable[[], jax.stages.Lowered]
 
 
 class CompileCounter:
@@ -65,6 +65,8 @@ def compile_steps(
     shapes: Shapes,
 ) -> int:
     """Compile every step in every shape, several at a time; nothing is run. Shows a progress bar.
+
+    Programs are left where calls of the same shapes find them.
 
     Args:
         params: the target's and the drafter's.
@@ -103,20 +105,20 @@ def compile_steps(
         for rows in shapes.batches:
             table = tables(rows, pages)
             if shapes.lengths[-1] > 1:
-                jobs.append(partial(_compile, steps.draft, shared, slots, caches.draft, table, spec=spec))
+                jobs.append(partial(steps.draft.lower, shared, slots, caches.draft, table, spec=spec))
                 late = (shared, slots, caches.draft, caches.features, table, _zeros(rows))
-                jobs.append(partial(_compile, steps.catch_up, *late, spec=spec))
+                jobs.append(partial(steps.catch_up.lower, *late, spec=spec))
             for length in shapes.lengths:
                 static = {"spec": spec, "length": length}
-                jobs.append(partial(_compile, steps.verify, *state, table, block(rows, length), **static))
-                jobs.append(partial(_compile, steps.greedy_round, *state, table, **static, confirm=steps.accepted))
+                jobs.append(partial(steps.verify.lower, *state, table, block(rows, length), **static))
+                jobs.append(partial(steps.greedy_round.lower, *state, table, **static, confirm=steps.accepted))
         for rows, tokens in shapes.prefills():
             plane, column = _zeros(rows, tokens), _zeros(rows)
             chunk = Chunk(plane, plane, column, column, column, Tables(_zeros(rows, 2 * pages + 2)))
-            jobs.append(partial(_compile, steps.prefill, *state, chunk, spec=spec))
+            jobs.append(partial(steps.prefill.lower, *state, chunk, spec=spec))
             if rows == 1:
                 scored = (params, caches.target, chunk, hidden(1, tokens), plane)
-                jobs.append(partial(_compile, steps.score, *scored, spec=spec))
+                jobs.append(partial(steps.score.lower, *scored, spec=spec))
     for (rows, length), (mode, with_logprobs) in product(sorted(after_rounds | after_prefills), COMMIT_MODES):
         if mode == "greedy" and (rows, length) not in after_prefills:
             continue  # part of `greedy_round`
@@ -125,20 +127,17 @@ def compile_steps(
         allowed = _zeros(rows, length, words, dtype=np.uint32) if mode == "constrained" else None
         given = (hidden(rows, length), block(rows, length), None if mode == "greedy" else sampler, allowed)
         options = {"spec": spec, "mode": mode, "with_logprobs": with_logprobs, "confirm": steps.accepted}
-        jobs.append(partial(_compile, steps.commit, shared[0], slots, used, _zeros(rows), *given, **options))
+        jobs.append(partial(steps.commit.lower, shared[0], slots, used, _zeros(rows), *given, **options))
     row = jax.tree.map(lambda array: np.zeros(array.shape[1], array.dtype), controls)
-    jobs.append(partial(_compile, set_controls, controls, np.int32(0), row))
+    jobs.append(partial(set_controls.lower, controls, np.int32(0), row))
+    console = Console(stderr=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = pool.map(lambda job: job(), jobs)
-        console = Console(stderr=True)
-        for _ in track(done, "Compiling", len(jobs), console=console, transient=True, disable=not console.is_terminal):
-            pass
+        # What is lowered is lowered in Python, where threads would only wait for each other.
+        lowerings = track(jobs, "Compiling", console=console, transient=True, disable=not console.is_terminal)
+        programs = [pool.submit(lower().compile) for lower in lowerings]
+        for program in programs:
+            program.result()
     return len(jobs)
-
-
-def _compile(step: Any, *arguments: Any, **static: Any) -> None:
-    """Leaves the program where a call of the same shapes finds it."""
-    step.lower(*arguments, **static).compile()
 
 
 def _zeros(*shape: int, dtype: type = np.int32) -> Any:
