@@ -28,10 +28,10 @@ def swiglu(
     Args:
       x: what goes into the MLP, normed; bf16 or f16 (f32: reference only).
       weight: in each of E parts of the MLP's width F = E I, first the rows of gate and then those of up; like x.
-      implementation: ``"mosaic"``, picked for 64, 128 and from 512 tokens on, or ``"triton"``, for up to 16, where the
-        products never leave the chip, or ``"reference"``, which leaves them to XLA; None picks the fastest. Only the
-        reference can be differentiated, and split by XLA over several devices; the kernels want a ``shard_map`` around
-        them there.
+      implementation: ``"mosaic"``, picked for 64, 128, 256 and from 512 tokens on, or ``"triton"``, for up to 16, where
+        the products never leave the chip, or ``"reference"``, which leaves them to XLA; None picks the fastest. Only
+        the reference can be differentiated, and split by XLA over several devices; the kernels want a ``shard_map``
+        around them there.
       interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
 
     Returns:

@@ -21,7 +21,7 @@ from pallas_kernels.products import ALIGNED, STEP, Plan, Tile
 from pallas_kernels.shared_memory import tiled
 
 WIDTH = STEP // 2  # what inputs must be a multiple of
-MOST_OF_FEW, LEAST_OF_MANY = 128, 512  # tokens: what is between them is XLA's
+MOST_OF_FEW, LEAST_OF_MANY = 256, 512  # tokens: what is between them is XLA's
 UNITS = 32  # hidden units, of which results are copied in multiples
 TILES = tuple(
     Tile(tokens, 2 * units, 2 * tokens * units)
@@ -62,8 +62,12 @@ def is_fastest(x: Any, weight: Any) -> bool:
 
 
 def best_plan(x: Any, weight: Any) -> Plan:
-    """The best of all plans for a call."""
-    tiles = TILES_OF_64 if streams.tokens_of(x) <= 64 else TILES
+    """The best of all plans for a call.
+
+    Of 256 tokens a CTA has two smaller tiles, and ends one while the weights of the next come.
+    """
+    tokens = streams.tokens_of(x)
+    tiles = TILES_OF_64 if tokens <= 64 else [tile for tile in TILES if tile.rows <= 128 or tokens > MOST_OF_FEW]
     return products.best(plan_of(tile, x, weight) for tile in tiles if weight.shape[3] % tile.depth(x.dtype) == 0)
 
 

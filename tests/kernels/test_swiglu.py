@@ -70,7 +70,7 @@ def test_kernel_reads_and_writes_nothing_else():
     np.testing.assert_array_equal(np.delete(found, 17, axis=0), np.delete(clean, 17, axis=0))
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(20, 64), (64, 64), (128, 128), (256, 256), (1024, 256), (8192, 256)])
+@pytest.mark.parametrize(("tokens", "rows"), [(20, 64), (64, 64), (128, 128), (256, 128), (1024, 256), (8192, 256)])
 def test_tiles_of_qwen3_8b_fill_the_card(tokens, rows):
     plan = best_plan(*shapes((tokens,), QWEN3_8B))
     assert (plan.tile.rows, plan.tile.columns) == (rows, 2 * 96)
@@ -99,7 +99,8 @@ def test_lowers(tile):
         ((9, 0), (7, 9), BF16, False),  # a row of a tile would be copied from beyond the end
         ((9, 0), (0, 16), BF16, False),
         ((9, 0), (64, 16), F32, False),
-        ((9, 0), (16, 16), BF16, False),  # XLA is as fast
+        ((9, 0), (16, 16), BF16, True),
+        ((9, 0), (24, 16), BF16, False),  # between what was measured
         ((9, 0), (66, 16), BF16, False),  # a fifth block of tokens, nearly empty
         ((10, 0), (64, 16), BF16, False),
         (None, (64, 16), BF16, False),
