@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
 from dflash_jax.checkpoint.loader import Params
 from dflash_jax.engine import round as steps
@@ -131,12 +131,14 @@ def compile_steps(
     row = jax.tree.map(lambda array: np.zeros(array.shape[1], array.dtype), controls)
     jobs.append(partial(set_controls.lower, controls, np.int32(0), row))
     console = Console(stderr=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        # What is lowered is lowered in Python, where threads would only wait for each other.
-        lowerings = track(jobs, "Compiling", console=console, transient=True, disable=not console.is_terminal)
-        programs = [pool.submit(lower().compile) for lower in lowerings]
-        for program in programs:
-            program.result()
+    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+    with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled, programs = bar.add_task("Compiling", total=len(jobs)), []
+        for lower in jobs:  # in this thread: what is lowered is lowered in Python, where threads wait for each other
+            programs.append(pool.submit(lower().compile))
+            programs[-1].add_done_callback(lambda _: bar.advance(compiled))
+    for program in programs:
+        program.result()
     return len(jobs)
 
 
