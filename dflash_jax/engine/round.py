@@ -44,9 +44,10 @@ from dflash_jax.models.layers import KVCache
 from dflash_jax.models.parallel import Devices
 from dflash_jax.models.target import TargetModel
 
-# Without this XLA multiplies by several weights at once where they share an operand (a drafter's context, of all its
-# layers): and to do so copies all these weights into one array, in every round.
-COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 0}
+# Without the first, XLA multiplies by several weights at once where they share an operand (a drafter's context, of all
+# its layers): and to do so copies all these weights into one array, in every round. Without the second it compiles
+# dozens of Triton kernels of each product to try them, a minute for a program, and picks none that is faster there.
+COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_enable_triton_gemm": False}
 if runs_on_cpus():
     # Without this XLA converts a whole pool of pages in bfloat16 or fp8 to write one token, and back.
     COMPILER_OPTIONS["xla_disable_hlo_passes"] = ",".join(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from dflash_jax.models.quantized import Quantized, QuantizedRows
@@ -43,5 +42,4 @@ def logits_of(
     """Logits in float32, accumulated in float32, for a head [V, D]."""
     if isinstance(weight, Quantized | Transposed):
         return weight.product(hidden.reshape(-1, hidden.shape[-1])).reshape(*hidden.shape[:2], -1)
-    precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
-    return jnp.einsum("btd,vd->btv", hidden, weight, precision=precision, preferred_element_type=jnp.float32)
+    return product(hidden, weight, jnp.float32, implementation="reference")

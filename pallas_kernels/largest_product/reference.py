@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.product.reference import product
+
 PART = 64  # numbers whose maximum is found first, on CPUs
 
 
@@ -13,12 +15,8 @@ def largest_product(
     x: Float[Array, "*T D"], weight: Float[Array, "V D"], scales: Float[Array, " V"] | None
 ) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
     """See ``pallas_kernels.largest_product``."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    rows = x.reshape(-1, x.shape[-1])
-    dimensions = (((1,), (1,)), ((), ()))
-    products = lax.dot_general(rows, weight, dimensions, precision=precision, preferred_element_type=jnp.float32)
-    index, value = largest(products if scales is None else products * scales)
-    return index.reshape(x.shape[:-1]), value.reshape(x.shape[:-1])
+    products = product(x, weight, jnp.float32)
+    return largest(products if scales is None else products * scales)
 
 
 def largest(values: Float[Array, "*T V"]) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:

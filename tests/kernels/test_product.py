@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as Spec
 
-from dflash_jax.models.linear import project
-from pallas_kernels import _compat, product, split_product, swiglu
+from dflash_jax.engine.round import COMPILER_OPTIONS
+from dflash_jax.models.linear import logits_of, project
+from pallas_kernels import _compat, largest_product, product, split_product, swiglu
 from pallas_kernels.product import reference, triton
 from pallas_kernels.streams import Config
 from pallas_kernels.swiglu import triton as swiglu_triton
@@ -38,6 +39,25 @@ def test_product(implementation, tokens, dtype, most):
     assert (found.dtype, found.shape) == (dtype, (*tokens, 96))
     x, weight = wide(x, weight)
     assert error(found, x @ weight.T) < most
+
+
+def _logits(x, weight):
+    return logits_of(x[None], weight)[0]
+
+
+def _likeliest(x, weight):
+    return largest_product(x, weight, implementation="reference")[1][:, None]
+
+
+@pytest.mark.parametrize("head", [_logits, _likeliest])
+def test_one_row_does_not_have_the_weight_widened_in_memory(head):
+    """XLA would: neither its CPUs' products nor cuBLAS have one of a matrix and a vector that widens."""
+    x, weight = operands((1,), (4096, 512), BF16)
+    compiled = jax.jit(head, compiler_options=COMPILER_OPTIONS).lower(x, weight).compile()
+    assert "f32[4096,512]" not in compiled.as_text()
+    wide_x, wide_weight = wide(x, weight)
+    expected = wide_x @ wide_weight.T
+    assert error(compiled(x, weight), expected if head is _logits else expected.max(-1, keepdims=True)) < 1e-5
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(BF16, 5e-3), (F32, 2e-3 if ON_GPU else 1e-5)], ids=["bf16", "f32"])
