@@ -26,11 +26,11 @@ PARTS = (
     ("prefill", re.compile(r"jit_prefill|jit\(prefill\)")),
     (
         "head",
-        re.compile(r"DraftModel\.tokens|\.logits|likeliest|logits_of|largest_product|jit[_(]commit.*(cublas|nvjet)"),
+        re.compile(r"DraftModel\.tokens|\.logits|likeliest|logits_of|largest_product|[_(/]commit.*(cublas|nvjet)"),
     ),
     ("draft_context", re.compile(r"write_context")),
     ("draft", re.compile(r"jit_draft|jit\(draft\)|/draft/|DraftModel")),
-    ("sampling", re.compile(r"jit_commit|jit\(commit\)")),
+    ("sampling", re.compile(r"jit_commit|jit\(commit\)|/commit/")),
     ("verify_gemm", re.compile(r" (swiglu|product)\S*$")),
     ("verify_other", re.compile(r"add_norm(?!.*dot)")),  # products stand in its scope
     (
@@ -42,7 +42,7 @@ PARTS = (
 )
 OTHER = "other"
 # Where in a program an operation was written, as far as that says of what step it is.
-STEPS = ("write_context", "/draft/", "/verify/", "jit(commit)")
+STEPS = ("write_context", "/draft/", "/verify/", "/commit/")
 CONTEXT, _, VERIFY, COMMIT = STEPS
 # Those of a round whose layers may have kernels in common, in their order, with the model of each.
 MODELS = {"/draft/": "/draft/DraftModel", "/verify/": "/verify/TargetModel"}

@@ -168,7 +168,12 @@ def verify(
     return spec.replicate(hidden), caches.pools()
 
 
-@partial(jax.jit, static_argnames=("spec", "mode", "with_logprobs", "confirm"), donate_argnames=("slots", "controls"))
+@partial(
+    jax.jit,
+    static_argnames=("spec", "mode", "with_logprobs", "confirm"),
+    donate_argnames=("slots", "controls"),
+    compiler_options=COMPILER_OPTIONS,
+)
 def commit(
     params: Params,
     slots: Slots,
@@ -264,7 +269,8 @@ def greedy_round(
         hidden, caches = uncompiled(verify)(params, slots, caches, tables, block, spec=spec, length=length)
     given = (tables.rows, hidden, block, None, None)
     static = {"spec": spec, "mode": "greedy", "with_logprobs": False, "confirm": confirm}
-    slots, _, emitted = commit(both[0], slots, None, *given, **static)
+    with jax.named_scope("commit"):
+        slots, _, emitted = uncompiled(commit)(both[0], slots, None, *given, **static)
     return slots, caches, emitted
 
 

@@ -32,9 +32,9 @@ from dflash_jax.bench.round_trace import Kernel, Scopes, kernels_of, part_of, sp
         ("jit(greedy_round)/draft/TargetModel.embed/gather", "fusion", "draft"),
         ("jit(greedy_round)/verify/TargetModel.embed/gather", "fusion", "verify_other"),
         ("jit(greedy_round)/verify/DraftModel.write_context/dot_general", "nvjet", "draft_context"),
-        ("jit(greedy_round)/jit(commit)/keep_exactly/reduce", "fusion", "sampling"),
-        ("jit(greedy_round)/jit(commit)/reduce", "reduce", "sampling"),
-        ("jit(greedy_round)/jit(commit)/TargetModel.likeliest/x", "largest_product_kernel", "head"),
+        ("jit(greedy_round)/commit/keep_exactly/reduce", "fusion", "sampling"),
+        ("jit(greedy_round)/commit/reduce", "reduce", "sampling"),
+        ("jit(greedy_round)/commit/TargetModel.likeliest/x", "largest_product_kernel", "head"),
         ("", "largest_product_kernel_mosaic_gpu_kernel", "head"),
         ("", "MemcpyD2H", "copies"),
         ("", "unknown", "other"),
@@ -55,7 +55,7 @@ def test_products_without_a_name_are_of_the_step_of_what_runs_next():
         "",
         "verify/add",
         "",
-        "jit(commit)/reduce",
+        "commit/reduce",
     ]
     scopes = [f"jit(greedy_round)/{scope}" if scope else "" for scope in scopes]
     kernels = [
@@ -74,7 +74,7 @@ def test_products_without_a_name_are_of_the_step_of_what_runs_next():
 
 def test_kernels_of_layers_are_of_no_commit():
     names = ["embed", "write_kv__1", "nvjet", "add_norm", "swiglu", "product__2", "largest_product_kernel", "reduce"]
-    scopes = {"embed": "jit(greedy_round)/verify/TargetModel.embed/gather", "reduce": "jit(greedy_round)/jit(commit)/x"}
+    scopes = {"embed": "jit(greedy_round)/verify/TargetModel.embed/gather", "reduce": "jit(greedy_round)/commit/x"}
     kernels = [Kernel(name, "jit_round", name, scopes.get(name, ""), i, i + 1) for i, name in enumerate(names)]
     assert list(map(part_of, kernels, Scopes(kernels).of_all(kernels))) == [
         *["verify_other", "verify_attention", "verify_gemm", "verify_other", "verify_gemm", "verify_gemm"],
@@ -85,7 +85,7 @@ def test_kernels_of_layers_are_of_no_commit():
 def test_kernels_of_layers_are_not_of_the_context_after_them():
     layer = ["product", "add_norm", "swiglu_kernel", "product", "paged_attention__1"]
     names = [*layer, "product", "context", "product", "reduce"]
-    scopes = {"context": "jit(greedy_round)/verify/write_context/norm", "reduce": "jit(greedy_round)/jit(commit)/x"}
+    scopes = {"context": "jit(greedy_round)/verify/write_context/norm", "reduce": "jit(greedy_round)/commit/x"}
     kernels = [Kernel(name, "jit_round", name, scopes.get(name, ""), i, i + 1) for i, name in enumerate(names)]
     assert list(map(part_of, kernels, Scopes(kernels).of_all(kernels))) == [
         *["verify_gemm", "verify_other", "verify_gemm", "verify_gemm", "verify_attention"],
@@ -96,7 +96,7 @@ def test_kernels_of_layers_are_not_of_the_context_after_them():
 def test_a_kernel_of_the_context_and_what_runs_before_it_are_of_the_context():
     names = ["paged_attention__1", "product", "quantize_rows", "nvjet", "write_context", "write_context__1", "reduce"]
     scopes = {"product": "jit(greedy_round)/verify/TargetModel/layers_3/mlp/dot_general"}
-    scopes |= {"reduce": "jit(greedy_round)/jit(commit)/x"}
+    scopes |= {"reduce": "jit(greedy_round)/commit/x"}
     kernels = [Kernel(name, "jit_round", name, scopes.get(name, ""), i, i + 1) for i, name in enumerate(names)]
     assert list(map(part_of, kernels, Scopes(kernels).of_all(kernels))) == [
         *["verify_attention", "verify_gemm"],
@@ -114,7 +114,7 @@ def test_a_kernel_that_layers_share_is_of_the_step_that_runs_it():
 
     tokens = ("argmax", "jit(greedy_round)/draft/DraftModel.tokens/reduce")
     embed = ("embed", "jit(greedy_round)/verify/TargetModel.embed/gather")
-    commit = [(f"commit_{i}", "jit(greedy_round)/jit(commit)/reduce") for i in range(2)]
+    commit = [(f"commit_{i}", "jit(greedy_round)/commit/reduce") for i in range(2)]
     run = [*layers("draft", "DraftModel", 2), tokens, embed, *layers("verify", "TargetModel", 6), *commit]
     kernels = [Kernel(name, "jit_greedy_round", name, scope, i, i + 1) for i, (name, scope) in enumerate(run * 3)]
     found = Counter(map(part_of, kernels, Scopes(kernels).of_all(kernels)))
@@ -134,7 +134,7 @@ def test_kernels_that_drafter_and_target_share_are_of_who_runs_them():
 
     head, argmax = ((name, f"jit(greedy_round)/draft/DraftModel.tokens/{name}") for name in ("dot_general", "reduce"))
     own = ("gather", "jit(greedy_round)/verify/TargetModel.embed/gather")
-    run = [*layers(2), head, ("nvjet", ""), argmax, own, *layers(6), ("argmax", "jit(greedy_round)/jit(commit)/reduce")]
+    run = [*layers(2), head, ("nvjet", ""), argmax, own, *layers(6), ("argmax", "jit(greedy_round)/commit/reduce")]
     kernels = [Kernel(name, "jit_greedy_round", name, scope, i, i + 1) for i, (name, scope) in enumerate(run * 3)]
     found = Counter(map(part_of, kernels, Scopes(kernels).of_all(kernels)))
     # The last product before `commit` may be its head.
