@@ -23,3 +23,7 @@ class EngineDeadError(DFlashError, RuntimeError):
 
 class QueueFullError(DFlashError, RuntimeError):
     """As many requests wait as may; the same request can be served later."""
+
+
+class ProgramLimitError(DFlashError, RuntimeError):
+    """The process cannot hold another compiled program."""

@@ -43,11 +43,13 @@ class CountedLengths(BlockLengths):
         super().__init__(lengths, max_num_seqs)
         self.chosen: Counter[int] = Counter()
 
-    def choose(self, rows: int, slots: Seq[int]) -> int:
+    def choose_ready(
+        self, rows: int, slots: Seq[int], offered: Seq[int], ready: Seq[int], *, is_timed: bool = True
+    ) -> tuple[int, int]:
         """As usual."""
-        length = super().choose(rows, slots)
+        length, wanted = super().choose_ready(rows, slots, offered, ready, is_timed=is_timed)
         self.chosen[length] += 1
-        return length
+        return length, wanted
 
 
 def compile_for(engine: Engine, batches: list[int], context: int, tokens: int) -> None:

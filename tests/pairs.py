@@ -1,6 +1,7 @@
 """Small models for tests: golden pairs, one that recites, and random ones written as checkpoint folders."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -12,6 +13,9 @@ from tokenizers.models import BPE
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.cache.dense import DenseKVCache
 from dflash_jax.config import DraftConfig, TargetConfig, draft_config, target_config
+from dflash_jax.engine.inputs import mode_of_all
+from dflash_jax.engine.plans import PlannedRound
+from dflash_jax.engine.programs import Program
 from dflash_jax.models.tables import checkpoint_shape, checkpoint_table
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
@@ -105,6 +109,28 @@ def greedy(max_tokens: int, **options) -> SamplingParams:
 
 def tokens_of(outputs) -> list[list[int]]:
     return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+def around_step(monkeypatch, name, call) -> None:
+    """Let `call(program, *arguments)` stand where engines call a program of the step of that name."""
+    original = Program.__call__
+
+    def called(program, *arguments):
+        run = partial(original, program)
+        return call(run, *arguments) if program.step == name else run(*arguments)
+
+    monkeypatch.setattr(Program, "__call__", called)
+
+
+def choose_lengths(monkeypatch, engine, choose) -> None:
+    """Let the rounds of an engine verify `choose(running sequences)` tokens."""
+
+    def next_round(running):
+        rows, mode = engine.shapes.batch(len(running)), mode_of_all([r.sequence for r in running])
+        length = choose(running)
+        return PlannedRound(running, rows, length, mode, engine._programs_of(running, rows, length, mode))
+
+    monkeypatch.setattr(engine, "_next_round", next_round)
 
 
 def assert_empty(engine) -> None:

@@ -5,10 +5,9 @@ That what is written is right is in test_traps.py.
 
 import pytest
 
-from dflash_jax.engine import round as steps
 from dflash_jax.engine.scheduler import Scheduler
 from dflash_jax.engine.state import DEFERRED
-from tests.pairs import golden_cases, golden_llm, greedy, prompt, tokens_of
+from tests.pairs import around_step, choose_lengths, golden_cases, golden_llm, greedy, prompt, tokens_of
 
 PAIR = "qwen3_swa_tied"
 CASE = golden_cases(PAIR)[3]  # the drafter is right about every block of 16
@@ -17,13 +16,12 @@ PAGE = 8
 
 def test_features_wait_until_there_are_as_many_as_may(monkeypatch):
     written = []
-    catch_up = steps.catch_up
 
-    def spy(params, slots, cache, features, tables, deferred, **static):
-        written.append(deferred.tolist())
-        return catch_up(params, slots, cache, features, tables, deferred, **static)
+    def spy(catch_up, *arguments):
+        written.append(arguments[-1].tolist())
+        return catch_up(*arguments)
 
-    monkeypatch.setattr(steps, "catch_up", spy)
+    around_step(monkeypatch, "catch_up", spy)
     llm = golden_llm(PAIR, max_num_seqs=1)
     llm.generate(prompt(*CASE["input_ids"]), greedy(2 * DEFERRED + 6, speculation=False))
     assert written == [[DEFERRED]] * 2
@@ -51,7 +49,7 @@ def test_each_sequence_gets_its_own_features():
     llm = golden_llm(PAIR, max_num_batched_tokens=128)
     block = llm.engine.spec.block
 
-    def plain_at_first(rounds, _rows):
+    def plain_at_first(rounds):
         last = rounds[-1]
         return 1 if len(last.sequence.output.token_ids) + last.in_flight < 20 else block
 
@@ -60,7 +58,7 @@ def test_each_sequence_gets_its_own_features():
         return outputs[-1].metrics.acceptance_lengths, tokens_of(outputs)[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.engine, "_round_length", plain_at_first)
+        choose_lengths(patch, llm.engine, plain_at_first)
         texts = [golden_cases(PAIR)[i]["input_ids"] for i in (0, 1, 3)]
         together = lengths(texts, [70, 4, 60])
         assert together == lengths(texts[2:], [60])

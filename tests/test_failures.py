@@ -11,9 +11,10 @@ from safetensors.numpy import load_file, save_file
 from dflash_jax import LLM, SamplingParams, StructuredOutputsParams
 from dflash_jax.engine import engine as engine_module
 from dflash_jax.engine import inputs
-from dflash_jax.engine import round as steps
 from dflash_jax.engine.constraints import Constraint
-from tests.pairs import GOLDEN, assert_empty, golden_cases, golden_llm, greedy, prompt, reciter, tokens_of
+from dflash_jax.engine.sharding import Mesh
+from dflash_jax.engine.state import Caches
+from tests.pairs import GOLDEN, around_step, assert_empty, golden_cases, golden_llm, greedy, prompt, reciter, tokens_of
 
 PAIR = "qwen3_swa_tied"
 CASES = golden_cases(PAIR)
@@ -31,16 +32,16 @@ def run(llm, given, params):
 
 def break_steps(monkeypatch, name, is_broken):
     """Let a step raise as XLA does whenever `is_broken(*arguments)`; its donated state is gone then."""
-    original = getattr(steps, name)
 
-    def step(params, slots, caches, *arguments, **static):
+    def step(run, params, slots, *arguments):
         if is_broken(slots, *arguments):
+            caches = next(argument for argument in arguments if isinstance(argument, Caches))
             for array in jax.tree.leaves(caches):
                 array.delete()
             raise jax.errors.JaxRuntimeError("INTERNAL: a cosmic ray")
-        return original(params, slots, caches, *arguments, **static)
+        return run(params, slots, *arguments)
 
-    monkeypatch.setattr(steps, name, step)
+    around_step(monkeypatch, name, step)
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +60,12 @@ def assert_others_are_right(outputs, culprit, words):
             assert completion.token_ids == case["output_ids"]
 
 
-@pytest.mark.parametrize(("name", "options"), [("greedy_round", {}), ("verify", {"logprobs": 1})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("verify_commit", {}), ("greedy_round", {}), ("verify", {"logprobs": 1})]
+)
 def test_a_step_that_fails_once_costs_nobody(monkeypatch, name, options):
+    if name != "verify_commit":
+        monkeypatch.setattr(Mesh, "is_cpu", False)  # as accelerators run rounds
     calls = []
     break_steps(monkeypatch, name, lambda *_: calls.append(1) or len(calls) == 3)
     outputs = run(golden_llm(PAIR), [prompt(*case["input_ids"]) for case in CASES], greedy(80, **options))
@@ -71,7 +76,7 @@ def test_a_step_that_fails_once_costs_nobody(monkeypatch, name, options):
 def test_a_prompt_that_always_fails_fails_alone(monkeypatch):
     culprit = CASES[1]["input_ids"]
 
-    def holds_culprit(_slots, chunk):
+    def holds_culprit(_slots, _caches, chunk):
         return any(row[: len(culprit)].tolist() == culprit for row in chunk.tokens)
 
     break_steps(monkeypatch, "prefill", holds_culprit)
@@ -85,13 +90,13 @@ def test_a_sequence_that_fails_in_mid_text_fails_alone(monkeypatch):
     culprit = int(np.argmax(lengths))
     limit = lengths[culprit] + 30
 
-    def too_long(slots, tables):
+    def too_long(slots, _controls, _caches, tables, *_):
         rows = np.asarray(tables.rows)
         own = np.asarray(slots.length)[rows[rows < len(slots.length)]]
         return bool((own >= limit).any())
 
     given = [prompt(*case["input_ids"]) for case in CASES]
-    break_steps(monkeypatch, "greedy_round", too_long)
+    break_steps(monkeypatch, "verify_commit", too_long)
     params = [greedy(80 if i == culprit else 16) for i in range(len(CASES))]
     outputs = run(golden_llm(PAIR), given, params)
     for i, (output, case) in enumerate(zip(outputs, CASES, strict=True)):

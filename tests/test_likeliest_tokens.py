@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.engine import round as steps
+from dflash_jax.engine.programs import programs
 from tests.pairs import golden_cases, golden_llm, greedy, prompt
 from tests.test_golden import assert_matches_reference
 
@@ -54,11 +55,9 @@ def test_few_rows_are_asked_for_at_once():
 def always_halved(monkeypatch):
     """Compiled steps do not notice that the code behind them was patched."""
     monkeypatch.setattr(steps, "HALVED_ROWS", 0)
-    for compiled in (steps.greedy_round, steps.commit):
-        compiled.clear_cache()
+    programs().clear()
     yield
-    for compiled in (steps.greedy_round, steps.commit):
-        compiled.clear_cache()
+    programs().clear()
 
 
 @pytest.mark.usefixtures("always_halved")

@@ -77,10 +77,10 @@ def test_samples_follow_the_softmax():
     probabilities = np.array([0.5, 0.25, 0.15, 0.1])
     logits = jnp.tile(jnp.log(jnp.asarray(probabilities, jnp.float32)), (rows, 1, 1))
     zeros = jnp.zeros((rows, 1), jnp.int32)
-    drawn, _ = sample(logits, zeros, sampler(rows), "random")
+    drawn, _ = sample(logits, zeros, sampler(rows), is_filtered=False)
     counts = np.bincount(np.asarray(drawn).ravel(), minlength=4)
     assert chisquare(counts, probabilities * rows).pvalue > 1e-3
-    sharper, _ = sample(logits, zeros, sampler(rows, temperature=0.5), "random")
+    sharper, _ = sample(logits, zeros, sampler(rows, temperature=0.5), is_filtered=False)
     squared = probabilities**2 / (probabilities**2).sum()
     assert chisquare(np.bincount(np.asarray(sharper).ravel(), minlength=4), squared * rows).pvalue > 1e-3
 
@@ -100,7 +100,7 @@ def test_greedy_and_sampled_rows_side_by_side():
     cold = jnp.arange(300) % 2 == 0
     mixed = Sampler(**{**vars(mixed), "temperature": jnp.where(cold, 0.0, 1.0)})
     positions = jnp.zeros((300, 1), jnp.int32)
-    drawn = np.asarray(sample(logits, positions, mixed, "filtered")[0])[:, 0]
+    drawn = np.asarray(sample(logits, positions, mixed, is_filtered=True)[0])[:, 0]
     assert set(drawn[::2]) == {1}
     assert set(drawn[1::2]) == {0, 1, 2}
 

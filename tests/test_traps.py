@@ -15,10 +15,11 @@ import pytest
 from dflash_jax import frontend
 from dflash_jax.config import LayerMask
 from dflash_jax.engine import round as steps
+from dflash_jax.engine.programs import programs
 from dflash_jax.engine.state import DEFERRED, Slots
 from dflash_jax.models.dflash import DraftModel
 from dflash_jax.models.layers import rms_norm
-from tests.pairs import empty_cache, golden_cases, golden_llm, greedy, prompt, tokens_of
+from tests.pairs import choose_lengths, empty_cache, golden_cases, golden_llm, greedy, prompt, tokens_of
 
 PAIR = "qwen3_swa_tied"
 CASE = golden_cases(PAIR)[3]  # 61 prompt tokens; the drafter is right about every block of 16
@@ -31,12 +32,9 @@ PAGE = 8
 @pytest.fixture(autouse=True)
 def fresh_compiles():
     """A compiled step does not notice that the code behind it was patched."""
-    every = (steps.greedy_round, steps.prefill, steps.catch_up)
-    for compiled in every:
-        compiled.clear_cache()
+    programs().clear()
     yield
-    for compiled in every:
-        compiled.clear_cache()
+    programs().clear()
 
 
 def patch_context(monkeypatch, change):
@@ -201,21 +199,22 @@ def test_drafter_context_holds_features_and_nothing_of_the_block(plain):
     llm = golden_llm(PAIR, page_size=PAGE, max_num_seqs=1)
     engine, text = llm.engine, CASE["input_ids"] + CASE["output_ids"]
     kept = {}
-    greedy_round = steps.greedy_round
-
+    enqueue = engine._enqueue_round
     lengths = itertools.cycle([1] * plain + [BLOCK])
 
-    def spy(params, slots, caches, tables, **static):
-        slots, caches, emitted = greedy_round(params, slots, caches, tables, **static)
-        if static["length"] > 1:
-            kept["full"], kept["sliding"] = map(np.asarray, (tables.full[0], tables.sliding[0]))
-            kept["keys"], kept["places"] = [np.asarray(k) for k in caches.draft.keys], caches.draft.places
-            kept["length"] = int(slots.length[0])
-        return slots, caches, emitted
+    def spy(planned):
+        changed = enqueue(planned)
+        if planned.length > 1:
+            scheduler, runner = engine.scheduler, engine.runner
+            kept["full"], kept["sliding"] = scheduler.full_table[0].copy(), scheduler.sliding_table[0].copy()
+            caches = runner.caches.draft
+            kept["keys"], kept["places"] = [np.asarray(k) for k in caches.keys], caches.places
+            kept["length"] = int(runner.slots.length[0])
+        return changed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "greedy_round", spy)
-        patch.setattr(engine, "_round_length", lambda *_: next(lengths))
+        patch.setattr(engine, "_enqueue_round", spy)
+        choose_lengths(patch, engine, lambda _: next(lengths))
         llm.generate(prompt(*CASE["input_ids"]), greedy(40))
 
     length = kept["length"]
@@ -249,9 +248,9 @@ def test_drafter_context_holds_features_and_nothing_of_the_block(plain):
 )
 def test_taps_and_masks_are_part_of_the_compile_key(monkeypatch, other):
     golden_llm(PAIR, max_num_seqs=1).generate(prompt(5), greedy(4))
-    before = steps.greedy_round._cache_size()
+    before = programs().num_compiled
     golden_llm(PAIR, max_num_seqs=1).generate(prompt(6), greedy(4))
-    assert steps.greedy_round._cache_size() == before
+    assert programs().num_compiled == before > 0
     patch_config(monkeypatch, other)
     golden_llm(PAIR, max_num_seqs=1).generate(prompt(5), greedy(4))
-    assert steps.greedy_round._cache_size() == before + 1
+    assert programs().num_compiled == 2 * before

@@ -149,12 +149,35 @@ class BlockLengths:
         self._unpicked = [0] * len(lengths)  # rounds since each was picked
 
     def choose(self, rows: int, slots: Sequence[int]) -> int:
-        """The length of the next round, which is compiled for this many rows and runs these slots, one at least."""
+        """The length of the next round where all are compiled; arguments are those of `choose_ready`."""
+        return self.choose_ready(rows, slots, self.lengths, self.lengths)[0]
+
+    def choose_ready(
+        self, rows: int, slots: Sequence[int], offered: Sequence[int], ready: Sequence[int], *, is_timed: bool = True
+    ) -> tuple[int, int]:
+        """The length of the next round, and the one that would be best if all that are offered were ready.
+
+        Args:
+            rows: of the round's program.
+            slots: of its sequences, one at least.
+            offered: lengths that may be compiled for so many rows, ascending.
+            ready: those of them that are, one at least, ascending.
+            is_timed: whether `observe` will be told what the round takes: else it is no measurement.
+        """
         costs = self._seconds_of(rows)
-        index = costs.to_try.popleft() if costs.to_try else self._pick(costs, slots)
+        may, now = ([self.lengths.index(length) for length in some] for some in (offered, ready))
+        costs.to_try = deque(index for index in costs.to_try if index in may)
+        wanted, price = (costs.to_try[0], 0.0) if costs.to_try else self._pick(costs, slots, may)
+        index = wanted
+        if wanted not in now:
+            first = next((i for i in costs.to_try if i in now), None)
+            index, price = self._pick(costs, slots, now) if first is None else (first, 0.0)
+        if is_timed and index in costs.to_try:
+            costs.to_try.remove(index)
+        self._allowance -= price
         self._unpicked = [rounds + 1 for rounds in self._unpicked]
         self._unpicked[index] = 0
-        return self.lengths[index]
+        return self.lengths[index], self.lengths[wanted]
 
     def observe(
         self, rows: int, length: int, slots: Sequence[int], emitted: Sequence[int], seconds: float | None
@@ -212,13 +235,20 @@ class BlockLengths:
             self._seconds[rows] = RoundSeconds(self.lengths, None if nearest is None else self._seconds[nearest])
         return self._seconds[rows]
 
-    def _pick(self, costs: RoundSeconds, slots: Sequence[int]) -> int:
-        """The fastest length, or one that has waited for its turn to be tried: the longer, the more it costs."""
+    def _pick(self, costs: RoundSeconds, slots: Sequence[int], among: Sequence[int]) -> tuple[int, float]:
+        """The fastest length, or one that has waited for its turn to be tried: the longer, the more it costs.
+
+        Args:
+            costs: of the rounds.
+            slots: of the sequences.
+            among: indices of the lengths to pick from, ascending.
+
+        Returns:
+            Its index, and what trying it takes from the allowance.
+        """
         tokens, seconds, bound = self._expected_tokens(slots), costs.estimate.tolist(), costs.bound.tolist()
         # Nothing is lost beyond the lead if every draft is rejected, and something is gained if all are accepted.
-        safe = [
-            i for i, most in enumerate(bound) if i == 0 or (most - bound[0] <= self._lead and not costs.is_hopeless(i))
-        ]
+        safe = [i for i in among if i == among[0] or (bound[i] - bound[0] <= self._lead and not costs.is_hopeless(i))]
         best = max(safe, key=lambda i: tokens[i] / seconds[i])
         best_speed = tokens[best] / seconds[best]
         loss = {i: max(seconds[i] - tokens[i] / best_speed, LEAST_LOSS * seconds[i]) for i in safe if i != best}
@@ -226,12 +256,9 @@ class BlockLengths:
         nearest = min((i for i in loss if i > best), default=best)
         trials = [i for i in loss if i <= nearest]
         if not trials:
-            return best
+            return best, 0.0
         trial = max(trials, key=lambda i: self._unpicked[i] / loss[i])
-        if loss[trial] > self._allowance:
-            return best
-        self._allowance -= loss[trial]
-        return trial
+        return (best, 0.0) if loss[trial] > self._allowance else (trial, loss[trial])
 
     def _expected_tokens(self, slots: Sequence[int]) -> list[float]:
         """Tokens that a round of each length would emit, of all slots together."""

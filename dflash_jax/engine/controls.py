@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -38,17 +37,20 @@ def process(
         controls: of the B sequences.
         allowed: bits of the tokens that each row may emit; None allows all.
     """
-    counts = controls.counts
-    rows = []
-    for j in range(logits.shape[1]):  # one row at a time: counts of all rows would be as large as the logits
-        if j > 0:
-            counts = counts.at[jnp.arange(len(counts)), drafts[:, j - 1]].add(1)
+    B, T, V = logits.shape
+    before = jnp.concatenate([jnp.full((B, 1), V), drafts], axis=1)  # the token before each row; V is none
+
+    def one(counts: Array, j: Array) -> tuple[Array, Array]:
+        counts = counts.at[jnp.arange(B), before[:, j]].add(1, mode="drop")
         row = logits[:, j] + jnp.where(sampler.has_bias[:, None], controls.bias, 0.0)
         if allowed is not None:
-            row = jnp.where(unpack_bits(allowed[:, j], row.shape[-1]), row, -jnp.inf)
+            row = jnp.where(unpack_bits(allowed[:, j], V), row, -jnp.inf)
         row = forbid_stop(row, emitted + j, sampler, controls)
-        rows.append(penalise(row, counts, sampler, controls))
-    return jnp.stack(rows, axis=1)
+        return counts, penalise(row, counts, sampler, controls)
+
+    # One row at a time: counts of all rows would be as large as the logits.
+    _, rows = jax.lax.scan(one, controls.counts, jnp.arange(T))
+    return jnp.swapaxes(rows, 0, 1)
 
 
 def penalise(
@@ -106,9 +108,8 @@ def empty_controls(slots: int, vocab_size: int) -> Controls:
     )
 
 
-@partial(jax.jit, donate_argnames="controls")
 def set_controls(controls: Controls, slot: Int[Array, ""], own: Controls) -> Controls:
-    """The controls of one slot, given as arrays [V], replaced."""
+    """The controls of one slot, given as arrays [V], replaced; a step, which changes `controls` in place."""
     return jax.tree.map(lambda whole, row: whole.at[slot].set(row), controls, own)
 
 

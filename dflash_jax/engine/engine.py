@@ -15,6 +15,7 @@ from collections.abc import Sequence as Seq
 
 import jax
 import numpy as np
+from jaxtyping import UInt32
 
 from dflash_jax.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_jax.core import EngineStats
@@ -24,20 +25,18 @@ from dflash_jax.engine.inputs import chunk_of, masks_of, mode_of_all, slots_of, 
 from dflash_jax.engine.memory import log_capacity, plan_layout
 from dflash_jax.engine.model import Model
 from dflash_jax.engine.outputs import EmissionCounts, take_emitted, take_prompt_logprobs
+from dflash_jax.engine.plans import PlannedChunk, PlannedRound, catches_up, lacks_controls, left_of
+from dflash_jax.engine.programs import compile_counter
+from dflash_jax.engine.progress import compiling
 from dflash_jax.engine.runner import ModelRunner
 from dflash_jax.engine.scheduler import Running, Scheduler
 from dflash_jax.engine.sequence import Sequence
-from dflash_jax.engine.shapes import Shapes
+from dflash_jax.engine.shapes import Load, Shapes, StepShape
 from dflash_jax.engine.sharding import Mesh
-from dflash_jax.engine.state import (
-    DEFERRED,
-    Emitted,
-    StepSpec,
-    Tables,
-)
-from dflash_jax.engine.warmup import compile_counter
+from dflash_jax.engine.state import Emitted, SamplingMode, StepSpec, Tables
 from dflash_jax.errors import QueueFullError
 
+PATIENCE = 0.05  # seconds that a step waits for a program: commands and aborts come between two steps
 logger = logging.getLogger(__name__)
 
 
@@ -55,10 +54,12 @@ class Engine:
         self.shapes = Shapes.of(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            table_width=self.layout.table_width,
+            max_model_len=config.max_model_len,
             page_size=config.page_size,
+            table_width=self.layout.table_width,
             block=self.spec.block,
             adaptive=config.adaptive_speculation,
+            on_cpu=mesh.is_cpu,
         )
         self.scheduler = Scheduler(self.layout, config.max_num_seqs)
         self.lengths = BlockLengths(self.shapes.lengths, config.max_num_seqs) if config.adaptive_speculation else None
@@ -69,9 +70,20 @@ class Engine:
         if mesh.is_accelerator if config.compile_at_start is None else config.compile_at_start:
             self.compile()
 
-    def compile(self) -> None:
-        """Compile every step for every shape that can come up, and start to count what is compiled after that."""
-        logger.info("compiled %d programs", self.runner.compile(self.shapes))
+    def compile(self, load: Load | None = None) -> None:
+        """Compile the programs that a load needs, all at once, and start to count what is compiled after that.
+
+        Shows a progress bar, or logs how far it is where nobody looks at a terminal.
+
+        Args:
+            load: None is any.
+        """
+        pages = None if load is None else self._pages_for(load.total_tokens)
+        shapes = self.shapes.programs(load, max_pages=pages)
+        began = time.perf_counter()
+        with compiling(len(shapes)) as advance:
+            self.runner.compile(shapes, advance)
+        logger.info("compiled %d programs in %.0f s", len(shapes), time.perf_counter() - began)
         self._compiled_at_start = compile_counter().count
 
     @property
@@ -178,11 +190,16 @@ class Engine:
             self.runner.start(running.slot, running.sequence)
             if self.lengths is not None:
                 self.lengths.forget(running.slot)
-        self._enqueue_chunk()
-        rounds, changed = self._reserve_rounds()
-        if rounds:
-            changed += self._enqueue_round(rounds)
-        return changed + self._read(len(self._in_flight) - bool(rounds))
+        missing = self._enqueue_chunk()
+        sequences, changed = self._reserve_rounds()
+        planned = self._next_round(sequences) if sequences else None
+        if planned is not None:
+            changed += self._enqueue_round(planned)
+        elif sequences:
+            missing = missing or self._missing_of_round(sequences)
+        if missing and not self._in_flight:
+            self.runner.wait(missing, PATIENCE)
+        return changed + self._read(len(self._in_flight) - (planned is not None))
 
     def _recover(self, error: Exception) -> list[Sequence]:
         """After a failed step: make the state anew, and end the sequence that has now failed alone."""
@@ -198,30 +215,61 @@ class Engine:
             sequence.suspect = True
         return [sequence for sequence in ran if sequence.finished]
 
-    def _enqueue_chunk(self) -> None:
-        """Prefill the next part of the prompts that came first."""
+    def _enqueue_chunk(self) -> list[StepShape]:
+        """Prefill the next part of the prompts that came first; returns the programs that it has to wait for."""
         pending = [r for r in self.scheduler.running if not r.is_prefilled]
         if not pending:
-            return
+            return []
         first = pending[0]
         is_scored = first.sequence.wants_prompt_logprobs
         pending = [first] if is_scored else [r for r in pending if not r.sequence.wants_prompt_logprobs]
-        rows, width = self.shapes.chunk(len(pending), max(len(r.text) - r.prefilled for r in pending))
+        wanted = self._chunk(pending, *self.shapes.chunk(len(pending), max(map(left_of, pending))))
+        chosen = wanted if self.runner.is_ready(wanted.programs) else self._ready_chunk(pending)
+        if chosen is not wanted:
+            self.runner.request([*wanted.programs, *self._missing_of_round(wanted.running)], is_urgent=True)
+        if chosen is None:
+            return wanted.programs
+        self._prefill(chosen)
+        return []
+
+    def _chunk(self, pending: list[Running], rows: int, width: int) -> PlannedChunk:
+        """A prefill of the first of these prompts."""
         pending = pending[:rows]
-        tables = tables_of(self.scheduler, pending, rows, self._table_width(pending))
-        chunk = chunk_of(pending, rows, width, tables)
+        starting = [r if left_of(r) <= width and not r.sequence.output.token_ids else None for r in pending]
+        mode = mode_of_all([r.sequence for r in starting if r]) if any(starting) else None
+        is_scored, pages = pending[0].sequence.wants_prompt_logprobs, self._pages_of(pending)
+        programs = self.shapes.of_prefill(rows, width, pages, mode, is_scored=is_scored)
+        if any(lacks_controls(r) for r in pending):
+            programs.append(StepShape("set_controls"))
+        return PlannedChunk(pending, starting, rows, width, programs)
+
+    def _ready_chunk(self, pending: list[Running]) -> PlannedChunk | None:
+        """Of the prefills that are compiled, the one that processes most tokens and pads no more than three of four."""
+        longest = max(map(left_of, pending))
+        fitting = [(r, w) for r, w in self.shapes.prefills() if w < 4 * longest and r < 4 * len(pending)]
+        most_first = sorted(fitting, key=lambda size: -sum(min(left_of(r), size[1]) for r in pending[: size[0]]))
+        chunks = (self._chunk(pending, rows, width) for rows, width in most_first)
+        return next((chunk for chunk in chunks if self.runner.is_ready(chunk.programs)), None)
+
+    def _prefill(self, planned: PlannedChunk) -> None:
+        """Enqueue a prefill, and sample the first token behind each prompt that it ends."""
+        first, width = planned.running[0], planned.width
+        for running in filter(lacks_controls, planned.running):
+            self.runner.set_controls(running.slot, running.sequence)
+            running.has_controls = True
+        tables = tables_of(self.scheduler, planned.running, planned.rows, planned.programs[0].pages)
+        chunk = chunk_of(planned.running, planned.rows, width, tables)
         last, before = self.runner.prefill(chunk)
         self._follows_prefill = True
-        if is_scored:
+        if first.sequence.wants_prompt_logprobs:
             following = first.text[first.prefilled + 1 : first.prefilled + 1 + width]
             padded = np.array([[*following, *[0] * (width - len(following))]], np.int32)
             self._push(ScoreInFlight(first, first.prefilled, self.runner.score(chunk, before, padded)))
-        for running in pending:
+        for running in planned.running:
             running.prefilled = min(running.prefilled + width, len(running.text))
             self.scheduler.remember(running)
-        starting = [r if r.is_prefilled and not r.sequence.output.token_ids else None for r in pending]
-        if any(starting):
-            self._push(InFlight(starting, self._commit(starting, rows, last, None)))
+        if any(planned.starting):
+            self._push(InFlight(planned.starting, self._commit(planned.starting, planned.rows, last, None)))
 
     def _reserve_rounds(self) -> tuple[list[Running], list[Sequence]]:
         """The sequences of the next round, with pages for it; and those that changed on the way.
@@ -245,57 +293,117 @@ class Engine:
                     break
         return [r for r in rounds if r.may_emit] if was_short else rounds, changed
 
-    def _enqueue_round(self, rounds: list[Running]) -> list[Sequence]:
+    def _next_round(self, sequences: list[Running]) -> PlannedRound | None:
+        """The next round, of programs that are compiled; others that would be better are compiled meanwhile.
+
+        A round may have rows to spare, or another length than would be best. If no program takes all of the sequences,
+        those that came first go on, so that nobody's stream stops while something is compiled for another.
+        """
+        for number in range(len(sequences), 0, -1):
+            some = sequences[:number]
+            mode = mode_of_all([r.sequence for r in some])
+            for rows in (size for size in self.shapes.batches if size >= number):
+                planned = self._planned(some, rows, mode)
+                if planned is not None:
+                    if number < len(sequences):
+                        self.runner.request(self._missing_of_round(sequences), is_urgent=True)
+                    elif rows > self.shapes.batch(number):
+                        self.runner.request(self._missing_of_round(sequences), is_urgent=False)
+                    return planned
+        self.runner.request(self._missing_of_round(sequences), is_urgent=True)
+        return None
+
+    def _planned(self, sequences: list[Running], rows: int, mode: SamplingMode) -> PlannedRound | None:
+        """A round of a program of so many rows, if there is one."""
+        offered = self._lengths_for(sequences, rows)
+        programs = {length: self._programs_of(sequences, rows, length, mode) for length in offered}
+        ready = [length for length in offered if self.runner.is_ready(programs[length])]
+        if not ready:
+            return None
+        if len(offered) == 1 or self.lengths is None:
+            return PlannedRound(sequences, rows, ready[-1], mode, programs[ready[-1]])
+        slots, is_timed = [r.slot for r in sequences], not self.runner.is_compiling
+        length, wanted = self.lengths.choose_ready(rows, slots, offered, ready, is_timed=is_timed)
+        if wanted not in ready:
+            self.runner.request(programs[wanted], is_urgent=False)
+        return PlannedRound(sequences, rows, length, mode, programs[length])
+
+    def _lengths_for(self, sequences: list[Running], rows: int) -> tuple[int, ...]:
+        """How many tokens a round may verify; the choice among them changes no output."""
+        if not any(r.sequence.params.speculation for r in sequences):
+            return (1,)
+        return self.shapes.lengths_at(rows) if self.lengths else (self.spec.block,)
+
+    def _programs_of(self, sequences: list[Running], rows: int, length: int, mode: SamplingMode) -> list[StepShape]:
+        return self.shapes.of_round(
+            rows, length, self._pages_of(sequences), mode, catches_up=catches_up(sequences, length)
+        )
+
+    def _missing_of_round(self, sequences: list[Running]) -> list[StepShape]:
+        """The programs of a round of all of these, as it is begun."""
+        rows, mode = self.shapes.batch(len(sequences)), mode_of_all([r.sequence for r in sequences])
+        return self._programs_of(sequences, rows, self._lengths_for(sequences, rows)[-1], mode)
+
+    def _enqueue_round(self, planned: PlannedRound) -> list[Sequence]:
         """Draft, verify and commit, at once if it can be; returns the sequences that changed on the way."""
-        rows, compiled = self.shapes.batch(len(rounds)), compile_counter().count
-        length = self._round_length(rounds, rows)
-        tables = self.runner.place(tables_of(self.scheduler, rounds, rows, self._table_width(rounds)))
-        if self.spec.block > 1:
-            self._defer_or_catch_up(rounds, tables, is_drafted=length > 1)
-        changed = []
-        mode, _ = mode_of_all([r.sequence for r in rounds])
-        if mode == "greedy":
-            emitted = self.runner.greedy_round(tables, length)
+        rounds, rows, length = planned.running, planned.rows, planned.length
+        by_pages: dict[int, Tables] = {}
+
+        def tables(step: StepShape) -> Tables:
+            if step.pages not in by_pages:
+                by_pages[step.pages] = self.runner.place(tables_of(self.scheduler, rounds, rows, step.pages))
+            return by_pages[step.pages]
+
+        steps = {step.step: step for step in planned.programs}
+        is_timed = not self._follows_prefill and not self.runner.is_compiling
+        if "catch_up" in steps:
+            self._catch_up(rounds, tables(steps["catch_up"]))
+        for running in rounds:
+            running.deferred += length == 1 and self.spec.block > 1
+        changed: list[Sequence] = []
+        if "greedy_round" in steps:
+            emitted = self.runner.greedy_round(tables(steps["greedy_round"]), length)
         else:
-            block = self.runner.draft(tables) if length > 1 else None
-            hidden = self.runner.verify(tables, block, length)
-            if mode == "constrained":
+            block = self.runner.draft(tables(steps["draft"])) if length > 1 else None
+            hidden = self.runner.verify(tables(steps["verify"]), block, length) if "verify" in steps else None
+            if any(r.sequence.constraint for r in rounds):
                 # A mask depends on every token before it, so the rounds before this one are read while it computes.
                 changed = self._read(len(self._in_flight))
-            emitted = self._commit(rounds, rows, hidden, block)
+            if hidden is not None:
+                emitted = self._commit(rounds, rows, hidden, block)
+            else:
+                allowed = self._masks(rounds, rows, length, block)
+                emitted = self.runner.verify_commit(
+                    tables(steps["verify_commit"]), block, length, allowed, needed=planned.mode
+                )
         for running in rounds:
             running.in_flight += 1
-        is_timed = not self._follows_prefill and compile_counter().count == compiled
         self._push(InFlight(rounds, emitted, length, rows, is_timed))
         self._follows_prefill = False
         return changed
 
-    def _defer_or_catch_up(self, rounds: list[Running], tables: Tables, *, is_drafted: bool) -> None:
-        """Before a round: write the drafter's context that it needs, or that there is no more room to keep waiting."""
-        most = max(r.deferred for r in rounds)
-        if most == DEFERRED or (is_drafted and most):
-            deferred = np.zeros(len(tables.packed), np.int32)
-            deferred[: len(rounds)] = [r.deferred for r in rounds]
-            self.runner.catch_up(tables, deferred)
-            for running in rounds:
-                running.deferred = 0
+    def _catch_up(self, rounds: list[Running], tables: Tables) -> None:
+        """Write the drafter's context that waits."""
+        deferred = np.zeros(len(tables.packed), np.int32)
+        deferred[: len(rounds)] = [r.deferred for r in rounds]
+        self.runner.catch_up(tables, deferred)
         for running in rounds:
-            running.deferred += not is_drafted
-
-    def _round_length(self, rounds: list[Running], rows: int) -> int:
-        """How many tokens a round verifies; the choice changes no output."""
-        if not any(r.sequence.params.speculation for r in rounds):
-            return 1
-        return self.lengths.choose(rows, [r.slot for r in rounds]) if self.lengths else self.spec.block
+            running.deferred = 0
 
     def _commit(self, running: Seq[Running | None], rows: int, hidden: jax.Array, block: jax.Array | None) -> Emitted:
         """Sample and emit tokens behind `hidden` [B, T, D]; rows without a sequence take no part."""
         slots = slots_of(running, rows, padding=self.config.max_num_seqs)
-        mode, with_logprobs = mode_of_all([r.sequence for r in running if r])
-        allowed = None
-        if mode == "constrained":
-            allowed = masks_of(running, rows, hidden.shape[1], block, self.spec.target.vocab_size)
-        return self.runner.commit(slots, hidden, block, allowed, mode=mode, with_logprobs=with_logprobs)
+        needed = mode_of_all([r.sequence for r in running if r])
+        allowed = self._masks(running, rows, hidden.shape[1], block)
+        return self.runner.commit(slots, hidden, block, allowed, mode=self.shapes.mode(needed), needed=needed)
+
+    def _masks(
+        self, running: Seq[Running | None], rows: int, length: int, block: jax.Array | None
+    ) -> UInt32[np.ndarray, "B T X"] | None:
+        """What each row may emit, None if nobody has a grammar."""
+        if not any(r.sequence.constraint for r in running if r):
+            return None
+        return masks_of(running, rows, length, block, self.spec.target.vocab_size)
 
     def _push(self, step: InFlight | ScoreInFlight) -> None:
         for array in jax.tree.leaves(step.emitted if isinstance(step, InFlight) else step.scored):
@@ -342,7 +450,7 @@ class Engine:
 
     def _learn(self, step: InFlight, emitted: Emitted, *, was_ready: bool) -> None:
         """Tell the choice of block lengths what a round brought, and what it cost if nothing else ran before it."""
-        if not step.is_timed or not self._in_flight:
+        if not step.is_timed or not self._in_flight or self.runner.is_compiling:
             self._clock.restart()
         seconds = self._clock.read(time.perf_counter(), was_ready=was_ready)
         if self.lengths is not None and step.length:
@@ -351,7 +459,10 @@ class Engine:
             slots, counts = [slot for slot, _ in kept], [count for _, count in kept]
             self.lengths.observe(step.batch, step.length, slots, counts, seconds)
 
-    def _table_width(self, running: list[Running]) -> int:
-        """No wider than these sequences can grow, so that a width seldom changes while they run."""
-        longest = max(len(s.prompt_token_ids) + s.max_new_tokens for s in (r.sequence for r in running))
-        return self.shapes.table(self.layout.pages_for(longest + 2 * self.spec.block))
+    def _pages_of(self, running: list[Running]) -> int:
+        """No more than these sequences can grow to, so that the width of their tables seldom changes while they run."""
+        return self._pages_for(max(len(s.prompt_token_ids) + s.max_new_tokens for s in (r.sequence for r in running)))
+
+    def _pages_for(self, tokens: int) -> int:
+        """Pages of a sequence of so many tokens, and of the rounds in flight behind it."""
+        return self.layout.pages_for(tokens + 2 * self.spec.block)

@@ -71,19 +71,18 @@ def uses_controls(sequence: Sequence) -> bool:
 def mode_of(sequence: Sequence) -> SamplingMode:
     """The cheapest mode that samples a sequence rightly."""
     p = sequence.params
-    if sequence.constraint is not None:
-        return "constrained"
-    if uses_controls(sequence) or p.logprobs is not None:
+    if p.logprobs is not None:
+        return "reported"
+    if sequence.constraint is not None or uses_controls(sequence):
         return "controlled"
     if p.temperature == 0:
         return "greedy"
     return "filtered" if p.top_k > 0 or p.top_p < 1 else "random"
 
 
-def mode_of_all(sequences: list[Sequence]) -> tuple[SamplingMode, bool]:
-    """The mode that samples all of them rightly, and whether any wants log-probabilities."""
-    mode = max(map(mode_of, sequences), key=MODES.index)
-    return mode, any(s.params.logprobs is not None for s in sequences)
+def mode_of_all(sequences: list[Sequence]) -> SamplingMode:
+    """The cheapest mode that samples all of them rightly."""
+    return max(map(mode_of, sequences), key=MODES.index)
 
 
 def tables_of(scheduler: Scheduler, running: list[Running], rows: int, width: int) -> Tables:

@@ -1,10 +1,14 @@
-"""The compiled steps: prefill a chunk of prompts, and those of a round: [catch up -> draft ->] verify -> commit.
+"""The steps that are compiled: a chunk of prompts, and those of a round: [catch up -> draft ->] verify -> commit.
 
-Each takes parameters as plain pytrees, donates the state that it changes, and reads nothing back to the host. A round
-is one step where all of its sequences are greedy (`greedy_round`). Else it is several, so that each is compiled for no
-more shapes than it depends on (page tables matter to all but the last, sampling options to that), and so that the host
-can mask the block's rows for a grammar while the target verifies it. They are enqueued together; the device goes from
-one to the next without waiting for the host.
+Each takes parameters as plain pytrees, donates the state that it changes (`DONATED`), and reads nothing back to the
+host. On an accelerator a round is one step where all of its sequences are greedy (`greedy_round`). Else it is three, so
+that each is compiled for no more shapes than it depends on (page tables matter to all but the last, sampling options to
+that), and so that the host can mask the block's rows for a grammar while the target verifies it. They are enqueued
+together; the device goes from one to the next without waiting for the host.
+
+On a CPU a round is two steps, whatever is sampled: `draft`, and `verify_commit`, which branches at run time. There a
+branch costs nothing (a GPU would wait for the host at each), a program costs seconds and 280 memory maps of the 65,530
+that a process may have.
 
 Source of the rules: arXiv 2602.06036 section 4.
 """
@@ -13,18 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.cache.paged import PagedKVCache
 from dflash_jax.checkpoint.loader import Params
 from dflash_jax.engine.controls import count_emitted, process
-from dflash_jax.engine.sampling import logprobs_of, sample
+from dflash_jax.engine.sampling import logprobs_of, sample, when
 from dflash_jax.engine.state import (
+    MODES,
     Caches,
     Chunk,
     Controls,
@@ -54,12 +58,24 @@ if runs_on_cpus():
         f"float-normalization-{name}" for name in ("bf16", "f8e4m3fn", "f8e5m2")
     )
 HALVED_ROWS = 1024  # of blocks: with so many, a head takes as long as its arithmetic, for half of them half as long
+DONATED = {  # arguments of each step that it changes in place
+    "catch_up": ("cache",),
+    "draft": ("cache",),
+    "verify": ("caches",),
+    "commit": ("slots", "controls"),
+    "verify_commit": ("slots", "controls", "caches"),
+    "greedy_round": ("slots", "caches"),
+    "prefill": ("slots", "caches"),
+    "score": (),
+    "set_controls": ("controls",),
+}
 SCORED_ROWS = 64  # logits of prompts are computed for so many tokens at a time, never for a whole chunk
 
 
 # How many drafts of each sequence are kept, given the target's tokens and the drafts.
 Confirm = Callable[[Int[Array, "B T"], Int[Array, "B R"]], Int[Array, " B"]]
 Likeliest = tuple[Int[Array, "B T"], Float[Array, "B T"]]  # tokens, and their logits
+Chosen = tuple[Int[Array, "B T"], Float[Array, "B T"], Logprobs | None]  # with their scores
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +98,6 @@ class FlatParams:
         return params
 
 
-@partial(jax.jit, static_argnames="spec", donate_argnames="cache", compiler_options=COMPILER_OPTIONS)
 def catch_up(
     params: tuple[Params, Params],
     slots: Slots,
@@ -114,7 +129,6 @@ def catch_up(
     return pools_of(after)
 
 
-@partial(jax.jit, static_argnames="spec", donate_argnames="cache", compiler_options=COMPILER_OPTIONS)
 def draft(
     params: tuple[Params, Params], slots: Slots, cache: PagedKVCache, tables: Tables, *, spec: StepSpec
 ) -> tuple[Int[Array, "B G"], PagedKVCache]:
@@ -136,7 +150,6 @@ def draft(
     return spec.replicate(block), pools_of(after)
 
 
-@partial(jax.jit, static_argnames=("spec", "length"), donate_argnames="caches", compiler_options=COMPILER_OPTIONS)
 def verify(
     params: FlatParams,
     slots: Slots,
@@ -168,12 +181,6 @@ def verify(
     return spec.replicate(hidden), caches.pools()
 
 
-@partial(
-    jax.jit,
-    static_argnames=("spec", "mode", "with_logprobs", "confirm"),
-    donate_argnames=("slots", "controls"),
-    compiler_options=COMPILER_OPTIONS,
-)
 def commit(
     params: Params,
     slots: Slots,
@@ -183,10 +190,10 @@ def commit(
     block: Int[Array, "B G"] | None,
     sampler: Sampler | None,
     allowed: UInt32[Array, "B T X"] | None,
+    needed: Int[Array, ""] | None,
     *,
     spec: StepSpec,
     mode: SamplingMode,
-    with_logprobs: bool,
     confirm: Confirm,
 ) -> tuple[Slots, Controls | None, Emitted]:
     """Sample a token for each verified row, and emit them as long as the drafts agree.
@@ -194,33 +201,53 @@ def commit(
     Args:
         params: the target's outside its layers.
         slots: all slots; donated.
-        controls: of all slots, for modes "controlled" and "constrained" alone; donated.
+        controls: of all slots, for `CONTROLLED_MODES` alone; donated.
         rows: slots of the B sequences; beyond the last one for a row that takes no part.
         hidden: what `verify` or `prefill` returned.
         block: what `draft` returned; None without drafts.
         sampler: of all slots; None for mode "greedy".
-        allowed: bits of the tokens that each row may emit (X words of 32), for mode "constrained" alone.
+        allowed: bits of the tokens that each row may emit (X words of 32), for `CONTROLLED_MODES` alone.
+        needed: index in `MODES` of what the most demanding sequence needs, for mode "any" alone.
         spec: static.
-        mode: static; what the most demanding of the sequences needs.
-        with_logprobs: static; whether any of them wants log-probabilities.
+        mode: static; what the most demanding of the sequences needs, or "any".
         confirm: static; `accepted`, or what a benchmark has for it.
 
     Returns:
-        Slots and controls after the step, and what it emitted: from 1 to T tokens a sequence.
+        Slots and controls after the step, and what it emitted: from 1 to T tokens a sequence. Its log-probabilities
+        mean nothing where mode "any" was told to need less than "reported".
     """
     target = bind_target(params, spec)
     own, own_sampler = rows_of((slots, sampler), rows)
     length = hidden.shape[1]
     drafts = jnp.zeros((len(rows), 0), jnp.int32) if block is None else block[:, 1:length]
-    if mode == "greedy" and not with_logprobs:
-        logits, (tokens, scores) = None, likeliest_tokens(target.likeliest, hidden, drafts, confirm)
-    else:
-        processed = logits = target.logits(hidden)
-        if controls is not None:
+    positions = own.length[:, None] + 1 + jnp.arange(length)
+
+    def needs(what: SamplingMode) -> bool | Bool[Array, ""]:
+        """Whether any sequence needs it: known when this is compiled, or not before it runs."""
+        return (MODES.index(mode) if needed is None else needed) >= MODES.index(what)
+
+    def likeliest() -> Chosen:
+        return *likeliest_tokens(target.likeliest, hidden, drafts, confirm), no_logprobs()
+
+    def sampled() -> Chosen:
+        logits = target.logits(hidden)
+
+        def controlled() -> Float[Array, "B T V"]:
+            assert controls is not None
             assert own_sampler is not None
-            processed = process(logits, drafts, own.emitted, own_sampler, rows_of(controls, rows), allowed)
-        positions = own.length[:, None] + 1 + jnp.arange(length)
-        tokens, scores = sample(processed, positions, own_sampler, mode, target.devices)
+            assert allowed is not None
+            return process(logits, drafts, own.emitted, own_sampler, rows_of(controls, rows), allowed)
+
+        assert own_sampler is not None
+        processed = when(needs("controlled"), controlled, lambda: logits)
+        chosen = sample(processed, positions, own_sampler, target.devices, is_filtered=needs("filtered"))
+        return *chosen, when(needs("reported"), lambda: logprobs_of(logits, chosen[0]), no_logprobs)
+
+    def no_logprobs() -> Logprobs | None:
+        """Branches must give the same arrays, so that one program has some in any case."""
+        return None if needed is None else Logprobs.zeros(len(rows), length, spec.target.vocab_size)
+
+    tokens, scores, logprobs = when(needs("random"), sampled, likeliest)
     count = confirm(tokens, drafts) + 1
 
     taken = jnp.arange(length) < count[:, None]
@@ -229,16 +256,36 @@ def commit(
     slots = slots.put(rows, Slots.of(anchor=last, length=own.length + count, emitted=own.emitted + count))
     if controls is not None:
         controls = count_emitted(controls, rows, tokens, taken)
-    logprobs = None if logits is None or not with_logprobs else logprobs_of(logits, tokens)
     return spec.replicate((slots, controls, Emitted.of(tokens, jnp.where(broken, -1, count), logprobs)))
 
 
-@partial(
-    jax.jit,
-    static_argnames=("spec", "length", "confirm"),
-    donate_argnames=("slots", "caches"),
-    compiler_options=COMPILER_OPTIONS,
-)
+def verify_commit(
+    params: FlatParams,
+    slots: Slots,
+    controls: Controls,
+    caches: Caches,
+    tables: Tables,
+    block: Int[Array, "B G"] | None,
+    sampler: Sampler,
+    allowed: UInt32[Array, "B T X"],
+    needed: Int[Array, ""],
+    *,
+    spec: StepSpec,
+    length: int,
+    mode: SamplingMode,
+    confirm: Confirm,
+) -> tuple[Slots, Controls | None, Caches, Emitted]:
+    """`verify` and `commit` in one program; arguments and results are theirs."""
+    with jax.named_scope("verify"):
+        hidden, caches = verify(params, slots, caches, tables, block, spec=spec, length=length)
+    given = (tables.rows, hidden, block, sampler, allowed, needed)
+    with jax.named_scope("commit"):
+        slots, after, emitted = commit(
+            params.unflatten()[0], slots, controls, *given, spec=spec, mode=mode, confirm=confirm
+        )
+    return slots, after, caches, emitted
+
+
 def greedy_round(
     params: FlatParams,
     slots: Slots,
@@ -263,18 +310,16 @@ def greedy_round(
     both, block = params.unflatten(), None
     if length > 1:
         with jax.named_scope("draft"):
-            block, cache = uncompiled(draft)(both, slots, caches.draft, tables, spec=spec)
+            block, cache = draft(both, slots, caches.draft, tables, spec=spec)
         caches = caches.with_draft(cache)
     with jax.named_scope("verify"):
-        hidden, caches = uncompiled(verify)(params, slots, caches, tables, block, spec=spec, length=length)
-    given = (tables.rows, hidden, block, None, None)
-    static = {"spec": spec, "mode": "greedy", "with_logprobs": False, "confirm": confirm}
+        hidden, caches = verify(params, slots, caches, tables, block, spec=spec, length=length)
+    given = (tables.rows, hidden, block, None, None, None)
     with jax.named_scope("commit"):
-        slots, _, emitted = uncompiled(commit)(both[0], slots, None, *given, **static)
+        slots, _, emitted = commit(both[0], slots, None, *given, spec=spec, mode="greedy", confirm=confirm)
     return slots, caches, emitted
 
 
-@partial(jax.jit, static_argnames="spec", donate_argnames=("slots", "caches"), compiler_options=COMPILER_OPTIONS)
 def prefill(
     params: FlatParams, slots: Slots, caches: Caches, chunk: Chunk, *, spec: StepSpec
 ) -> tuple[Slots, Caches, Float[Array, "B 1 D"], Float[Array, "B T D"]]:
@@ -296,7 +341,6 @@ def prefill(
     return slots, caches.pools(), last, before
 
 
-@partial(jax.jit, static_argnames="spec", compiler_options=COMPILER_OPTIONS)
 def score(
     params: FlatParams,
     cache: PagedKVCache,
@@ -317,12 +361,6 @@ def score(
     blocks = hidden.reshape(-1, rows, hidden.shape[-1]), following.reshape(-1, rows)
     scored = jax.lax.map(one, blocks)
     return spec.replicate(jax.tree.map(lambda array: array.reshape(1, -1, *array.shape[3:]), scored))
-
-
-def uncompiled(step: Any) -> Callable[..., Any]:
-    """What a compiled step is made of: inside another one, it cannot have compiler options of its own."""
-    function: Callable[..., Any] = step.__wrapped__
-    return function
 
 
 def bind(params: tuple[Params, Params], spec: StepSpec) -> tuple[TargetModel, DraftModel | None]:

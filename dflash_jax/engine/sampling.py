@@ -7,41 +7,54 @@ is what makes speculation exact at any temperature.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.core import MOST_LOGPROBS
-from dflash_jax.engine.state import Logprobs, Sampler, SamplingMode
+from dflash_jax.engine.state import Logprobs, Sampler
 from dflash_jax.models.parallel import Devices, likeliest
+
+Result = TypeVar("Result")
 
 
 def sample(
     logits: Float[Array, "B T V"],
     positions: Int[Array, "B T"],
-    sampler: Sampler | None,
-    mode: SamplingMode,
+    sampler: Sampler,
     devices: Devices | None = None,
+    *,
+    is_filtered: bool | Bool[Array, ""],
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
     """Choose a token for each row, and say by what score it won: NaN if there was one among the row's logits.
 
     Args:
         logits: the target's, after penalties and masks, float32.
         positions: of the tokens to be chosen (one beyond the rows' own).
-        sampler: parameters of the B sequences; None for mode "greedy".
-        mode: greedy ignores temperatures, random ignores top-k and top-p.
+        sampler: parameters of the B sequences.
         devices: that share the vocabulary.
+        is_filtered: whether top-k and top-p matter; without, they are ignored.
     """
-    if mode == "greedy":
-        return likeliest(logits, devices)
-    assert sampler is not None
     is_greedy = (sampler.temperature == 0)[:, None]
     scaled = logits / jnp.where(is_greedy, 1.0, sampler.temperature[:, None])[..., None]
     scaled = keep_min_p(scaled, sampler.min_p)
-    if mode != "random":
-        scaled = keep_top_k_top_p(scaled, sampler.top_k, sampler.top_p)
-    noised = scaled + gumbel(sampler.key, positions, logits.shape[-1])
+    kept = when(is_filtered, lambda: keep_top_k_top_p(scaled, sampler.top_k, sampler.top_p), lambda: scaled)
+    noised = kept + gumbel(sampler.key, positions, logits.shape[-1])
     return likeliest(jnp.where(is_greedy[..., None], logits, noised), devices)
+
+
+def when(condition: bool | Bool[Array, ""], yes: Callable[[], Result], no: Callable[[], Result]) -> Result:
+    """What one of two functions gives: only one is compiled if that is known by now, else only one runs.
+
+    On a GPU the host would wait for the device before each branch, so that there it is known.
+    """
+    if isinstance(condition, bool):
+        return yes() if condition else no()
+    result: Result = jax.lax.cond(condition, yes, no)
+    return result
 
 
 def gumbel(key: Array, positions: Int[Array, "B T"], size: int) -> Float[Array, "B T V"]:

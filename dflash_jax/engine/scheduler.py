@@ -58,6 +58,7 @@ class Running:
         prefilled: how many of them are in the cache.
         in_flight: rounds that are enqueued and not yet read.
         deferred: tokens whose features wait to become context of the drafter, the last ones of the rounds enqueued.
+        has_controls: whether the device knows its penalties, biases and stops.
         full: pages of the full group.
         sliding: pages of the sliding group from page `sliding_start` on.
         hashes: of the whole pages that the prefix cache knows of.
@@ -73,6 +74,7 @@ class Running:
     hashes: list[PageHash] = field(default_factory=list)
     in_flight: int = 0
     deferred: int = 0
+    has_controls: bool = False
     released: bool = False
 
     @property

@@ -46,6 +46,11 @@ class Mesh:
         """Whether its devices are not the host's own processors."""
         return self.mesh.devices.flat[0].platform != "cpu"
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the host's processors are its one device; several, as tests have them, stand for accelerators."""
+        return self.mesh.size == 1 and not self.is_accelerator
+
     def place(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
         """Split an array on its first letter that can be split evenly; else keep it whole on every device."""
         size = self.mesh.size

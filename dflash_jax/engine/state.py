@@ -13,13 +13,15 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.cache.paged import PagedKVCache
 from dflash_jax.config import DraftConfig, TargetConfig
+from dflash_jax.core import MOST_LOGPROBS
 from dflash_jax.models.layers import KVCache
 
 Tree = TypeVar("Tree")
-SamplingMode = Literal["greedy", "random", "filtered", "controlled", "constrained"]
-# Each can do what the one before can: temperature, top-k and top-p, penalties and biases, masks.
-MODES: tuple[SamplingMode, ...] = ("greedy", "random", "filtered", "controlled", "constrained")
-CONTROLLED_MODES = MODES[3:]  # these take `Controls`, and may report log-probabilities
+SamplingMode = Literal["greedy", "random", "filtered", "controlled", "reported", "any"]
+# Each can do what the one before can: temperature, top-k and top-p, penalties with biases and masks, log-probabilities.
+MODES: tuple[SamplingMode, ...] = ("greedy", "random", "filtered", "controlled", "reported")
+ANY: SamplingMode = "any"  # one program that is told at run time which of them is needed
+CONTROLLED_MODES: tuple[SamplingMode, ...] = ("controlled", "reported", ANY)  # these take `Controls` and masks
 DEFERRED = 16  # rounds without drafts whose features may wait to become context of the drafter
 
 
@@ -157,6 +159,11 @@ class Tables:
         return replace(cache, tables=(self.full, self.sliding), valid_from=(everything, self.sliding_from))
 
     @property
+    def pages(self) -> int:
+        """M, pages of each sequence."""
+        return (self.packed.shape[1] - 2) // 2
+
+    @property
     def rows(self) -> Int[Array, " B"]:
         """The slots."""
         return self.packed[:, 0]
@@ -169,12 +176,12 @@ class Tables:
     @property
     def full(self) -> Int[Array, "B M"]:
         """Pages of the target's layers and of the drafter's full layers."""
-        return self.packed[:, 2 : 2 + (self.packed.shape[1] - 2) // 2]
+        return self.packed[:, 2 : 2 + self.pages]
 
     @property
     def sliding(self) -> Int[Array, "B M"]:
         """Pages of the drafter's sliding layers."""
-        return self.packed[:, 2 + (self.packed.shape[1] - 2) // 2 :]
+        return self.packed[:, 2 + self.pages :]
 
 
 @jax.tree_util.register_dataclass
@@ -284,3 +291,14 @@ class Logprobs:
     rank: Int[Array, "B T"]  # 1 = likeliest
     top: Float[Array, "B T A"]
     top_tokens: Int[Array, "B T A"]
+
+    @staticmethod
+    def zeros(B: int, T: int, V: int) -> Logprobs:
+        """Of nothing, in the shapes that log-probabilities over V tokens have."""
+        A = min(MOST_LOGPROBS, V)
+        return Logprobs(
+            chosen=jnp.zeros((B, T), jnp.float32),
+            rank=jnp.zeros((B, T), jnp.int32),
+            top=jnp.zeros((B, T, A), jnp.float32),
+            top_tokens=jnp.zeros((B, T, A), jnp.int32),
+        )

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM
-from dflash_jax.engine import round as steps
-from dflash_jax.engine.state import Tables
+from dflash_jax.engine.shapes import StepShape
 from pallas_kernels import Rotary, paged_attention, write_kv
 from tests.kernels.cases import BF16, PAGE_DTYPES, cuda_lowering
 from tests.kernels.conftest import ATTENTION, ON_GPU
@@ -84,9 +83,17 @@ def test_no_pool_is_copied(attention, dtype):
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(written)] == where
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("length", "kv_cache_dtype"), [(1, "float32"), (6, "float32"), (6, "bfloat16"), (6, "fp8")])
-def test_no_pool_is_copied_in_a_round_of_the_engine(tmp_path, length, kv_cache_dtype):
+@pytest.mark.parametrize(
+    ("length", "kv_cache_dtype", "step", "mode"),
+    [
+        (1, "float32", ("greedy_round", 2, 1), ()),
+        (6, "float32", ("greedy_round", 2, 6), ()),
+        (6, "bfloat16", ("greedy_round", 2, 6), ()),
+        (6, "fp8", ("greedy_round", 2, 6), ()),
+        (6, "float32", ("verify_commit", 2, 6), ("any",)),
+    ],
+)
+def test_no_pool_is_copied_in_a_round_of_the_engine(tmp_path, length, kv_cache_dtype, step, mode):
     wide = {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "dtype": "bfloat16"}
     wide |= {"max_position_embeddings": 2048}
     raw = DRAFT | wide | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 1024}
@@ -94,11 +101,8 @@ def test_no_pool_is_copied_in_a_round_of_the_engine(tmp_path, length, kv_cache_d
     # Pools so long that half of the smallest is more than a step of the reference gathers, or cuBLAS works in (32 MiB).
     options = {"max_num_seqs": 64 if ON_GPU else 8, "max_model_len": 2048, "num_speculative_tokens": 5}
     engine = LLM(*folders, kv_cache_dtype=kv_cache_dtype, compile_at_start=False, **options).engine
-    slots, caches = engine.runner.slots, engine.runner.caches
-    params = steps.FlatParams.of(engine.runner.params)
-    tables = Tables(np.zeros((2, 2 * engine.layout.table_width + 2), np.int32))
-    static = {"spec": engine.spec, "length": length, "confirm": steps.accepted}
-    compiled = steps.greedy_round.lower(params, slots, caches, tables, **static).compile()
+    caches = engine.runner.caches
+    compiled = engine.runner.program(StepShape(*step, engine.layout.table_width, *mode)).lower().compile()
     analysis = compiled.memory_analysis()
     pools = jax.tree.leaves((caches.target, caches.draft))
     assert analysis.alias_size_in_bytes >= sum(pool.nbytes for pool in pools)

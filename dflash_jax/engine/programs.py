@@ -1,0 +1,360 @@
+"""The compiled programs of a process: compiled when they are needed or before, dropped when memory maps run short.
+
+A program is compiled from the shapes of its arguments alone, so that any thread may do it while an engine runs others.
+Each has a `jax.jit` of its own: that is what lets one be dropped, which JAX's caches of a shared function do not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dflash_jax.errors import ProgramLimitError
+
+COMPILED = "/jax/core/compile/backend_compile_duration"  # jax.monitoring's event, one a program
+MAPS_OF_ONE = 1024  # memory maps that compiling one program may take; the embedded pair's take up to 600
+AT_ONCE = 8  # programs that are compiled at a time where maps are few
+DROPPED_AT_ONCE = 8  # programs, before the maps are counted again
+WORKERS = 2  # threads that compile beside an engine
+NICENESS = 10  # of these: what streams comes before what is to come
+KEPT = 8  # programs that are never dropped: those of a round and of a prefill must be there together
+HIGHEST_SHARE = 0.9  # of the limit: above it, XLA may be refused a map and abort
+
+logger = logging.getLogger(__name__)
+
+
+class Program:
+    """One step compiled for one set of shapes; call it with the step's positional arguments.
+
+    JAX sees a function of flat arrays: what our classes hold is taken apart and put together here, once a call.
+
+    Args:
+        store: that compiles it.
+        label: names it in logs: the step and its shapes.
+        function: the step.
+        donated: names of its positional arguments that it changes in place.
+        arguments: positional; shapes, dtypes and places count, values do not.
+        static: keyword arguments that are compiled in.
+        compiler_options: XLA's.
+    """
+
+    def __init__(
+        self,
+        store: Programs,
+        label: str,
+        function: Callable[..., Any],
+        donated: Sequence[str],
+        arguments: Sequence[Any],
+        static: dict[str, Any],
+        compiler_options: dict[str, Any],
+    ):
+        self.label, self._store, self._function, self._static = label, store, function, static
+        self.step = function.__name__
+        self._structure: Any = jax.tree.structure(tuple(arguments))
+        self._leaves = [_shape_of(leaf) for leaf in jax.tree.leaves(tuple(arguments))]
+        self._donated = _donated_leaves(function, donated, arguments)
+        self._options = compiler_options
+        self._result: Any = None  # structure of what it returns
+        self.executable: Callable[..., Any] | None = None
+        self.error: Exception | None = None
+        self.used = 0.0  # when it was called last
+
+    @property
+    def key(self) -> tuple:
+        """What two programs have in common that are one."""
+        return self._function, self._structure, tuple(self._leaves), tuple(self._static.items())
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run it, compiling it first if need be; raises what compiling raised."""
+        executable = self.executable or self._store.compile(self)
+        self.used = time.monotonic()
+        return self._result.unflatten(executable(*jax.tree.leaves(arguments)))
+
+    def lower(self) -> jax.stages.Lowered:
+        """Trace it, which is Python's work."""
+
+        def flat(*leaves: Any) -> list[Any]:
+            results = self._function(*self._structure.unflatten(leaves), **self._static)
+            self._result = jax.tree.structure(results)
+            return jax.tree.leaves(results)
+
+        flat.__name__ = self.step  # by which profiles know it
+        jitted = jax.jit(flat, donate_argnums=self._donated, compiler_options=self._options)
+        return jitted.lower(*self._leaves)
+
+
+class MapLimit:
+    """The memory maps that Linux lets a process have: XLA aborts when it is refused one.
+
+    Args:
+        most: None reads the system's limit.
+    """
+
+    def __init__(self, most: int | None = None):
+        self.most = most or int(Path("/proc/sys/vm/max_map_count").read_text())
+
+    def count(self) -> int:
+        """Maps that this process has; 0.3 ms for each thousand."""
+        with open("/proc/self/maps", "rb") as file:
+            return sum(1 for _ in file)
+
+
+class Programs:
+    """The programs of a process, found by what they are compiled for.
+
+    Args:
+        limit: of memory maps, of which programs take half at most; None where programs take none.
+    """
+
+    def __init__(self, limit: MapLimit | None = None):
+        self._limit = limit
+        self._programs: dict[tuple, Program] = {}
+        self._changed = threading.Condition()  # guards all that follows
+        self._queue: deque[Program] = deque()
+        self._compiling: set[Program] = set()
+        self._num_working = 0
+        self._workers: ThreadPoolExecutor | None = None
+        self._at_once = os.cpu_count() or 1
+        if limit is not None:
+            self._at_once = min(self._at_once, AT_ONCE)
+        self.num_dropped = 0
+
+    def find(
+        self,
+        label: str,
+        function: Callable[..., Any],
+        donated: Sequence[str],
+        arguments: Sequence[Any],
+        static: dict[str, Any],
+        compiler_options: dict[str, Any],
+    ) -> Program:
+        """The program of these arguments, which may not be compiled; those of `Program`."""
+        program = Program(self, label, function, donated, arguments, static, compiler_options)
+        with self._changed:
+            return self._programs.setdefault(program.key, program)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether anything is being compiled or waits for it."""
+        return bool(self._queue or self._compiling)
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs that are held."""
+        with self._changed:
+            return sum(program.executable is not None for program in self._programs.values())
+
+    def request(self, programs: Sequence[Program], *, is_urgent: bool) -> None:
+        """Compile some beside the calling thread, unless they are compiled; urgent ones come before all others."""
+        with self._changed:
+            missing = [p for p in programs if p.executable is None and p not in self._compiling]
+            if is_urgent:
+                self._queue = deque(p for p in self._queue if p not in missing)
+                self._queue.extendleft(reversed(missing))
+            else:
+                self._queue.extend(p for p in missing if p not in self._queue)
+            for _ in range(min(len(self._queue), WORKERS - self._num_working)):
+                self._submit()
+
+    def wait(self, programs: Sequence[Program], timeout: float) -> None:
+        """Until some are compiled or failed, or so many seconds have passed."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(p.executable or p.error for p in programs), timeout)
+
+    def join(self) -> None:
+        """Until nothing is left to compile."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.is_compiling)
+
+    def compile(self, program: Program) -> Callable[..., Any]:
+        """The executable of a program: compiled now, or awaited where another thread compiles it.
+
+        Raises:
+            ProgramLimitError: there is no room for its memory maps.
+            Exception: whatever the compiler raises; the next call tries again.
+        """
+        with self._changed:
+            if program in self._compiling:
+                self._changed.wait_for(lambda: program not in self._compiling)
+            if program.executable is None and program.error is None:
+                self._queue = deque(p for p in self._queue if p is not program)
+                self._compiling.add(program)
+            error, program.error = program.error, None
+            executable = program.executable
+        if error is not None:
+            raise error
+        return executable or self._build(program)
+
+    def compile_all(self, programs: Sequence[Program], advance: Callable[[], None]) -> None:
+        """Compile several at a time, and say each time that one is done.
+
+        Programs are lowered in the calling thread, since lowering is Python's, where threads wait for each other.
+        """
+        with self._changed:
+            missing = [p for p in programs if p.executable is None]
+            self._compiling |= set(missing)
+        for _ in range(len(programs) - len(missing)):
+            advance()
+
+        def build(program: Program, lowered: jax.stages.Lowered) -> None:
+            self._build(program, lowered)
+            advance()
+
+        jobs = []
+        try:
+            with ThreadPoolExecutor(self._at_once) as pool:
+                jobs += [pool.submit(build, program, program.lower()) for program in missing]
+        finally:
+            with self._changed:
+                self._compiling -= set(missing)
+                self._changed.notify_all()
+        for job in jobs:
+            job.result()
+
+    def clear(self) -> None:
+        """Forget all programs; engines that still use one compile it again."""
+        with self._changed:
+            self._queue.clear()
+            for program in self._programs.values():
+                program.executable = None
+            self._programs.clear()
+
+    def _submit(self) -> None:
+        """Have a worker compile the next program: one job each, so that the end of the process waits for few alone."""
+        self._workers = self._workers or ThreadPoolExecutor(WORKERS, "dflash-compiler", initializer=yield_cores)
+        with suppress(RuntimeError):  # the interpreter is ending
+            self._workers.submit(self._work)
+            self._num_working += 1
+
+    def _work(self) -> None:
+        with self._changed:
+            program = self._queue.popleft() if self._queue else None
+            if program is not None and program.executable is None and program not in self._compiling:
+                self._compiling.add(program)
+            else:
+                program = None
+        if program is not None:
+            try:
+                self._build(program)
+            except Exception as error:
+                program.error = error
+                logger.warning("%s could not be compiled: %s", program.label, error)
+        with self._changed:
+            self._num_working -= 1
+            if self._queue:
+                self._submit()
+            self._changed.notify_all()
+
+    def _build(self, program: Program, lowered: jax.stages.Lowered | None = None) -> Callable[..., Any]:
+        began = time.perf_counter()
+        try:
+            self._make_room()
+            executable = (lowered or program.lower()).compile()
+            program.executable, program.used = executable, time.monotonic()
+        finally:
+            with self._changed:
+                self._programs.setdefault(program.key, program)
+                self._compiling.discard(program)
+                self._changed.notify_all()
+        seconds = time.perf_counter() - began
+        logger.log(logging.DEBUG if lowered else logging.INFO, "compiled %s in %.1f s", program.label, seconds)
+        return executable
+
+    def _make_room(self) -> None:
+        """Drop programs until there is room for those being compiled."""
+        if self._limit is None:
+            return
+        room, most = MAPS_OF_ONE * self._at_once, HIGHEST_SHARE * self._limit.most
+        count = self._limit.count()
+        while count + room > self._limit.most // 2 and self._drop():
+            count = self._limit.count()
+        if count + room > most:
+            jax.clear_caches()  # programs that are not ours
+            count = self._limit.count()
+        if count + room > most:
+            raise ProgramLimitError(
+                f"this process has {count} of the {self._limit.most} memory maps that it may have, and compiling takes "
+                f"up to {room}; raise the limit (sysctl vm.max_map_count), or run fewer models in a process."
+            )
+
+    def _drop(self) -> bool:
+        """Drop some of the programs that were not used for longest; whether there were any."""
+        with self._changed:
+            held = sorted((p for p in self._programs.values() if p.executable is not None), key=lambda p: p.used)
+            dropped = held[: max(0, min(DROPPED_AT_ONCE, len(held) - KEPT))]
+            for program in dropped:
+                program.executable = None
+            is_first = not self.num_dropped
+            self.num_dropped += len(dropped)
+        if dropped and is_first:
+            logger.warning(
+                "compiled programs take half of the memory maps that a process may have: those unused for longest are "
+                "dropped, and compiled again when they are needed (sysctl vm.max_map_count raises the limit)"
+            )
+        return bool(dropped)
+
+
+def yield_cores() -> None:
+    """Let threads that are not compiling have the cores first, where the system knows priorities of threads."""
+    with suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+class CompileCounter:
+    """How many programs JAX has compiled in this process since it was first asked."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **_attributes: str | int) -> None:
+        self.count += event == COMPILED
+
+
+@cache
+def compile_counter() -> CompileCounter:
+    """The counter of this process; JAX tells everybody of everything."""
+    return CompileCounter()
+
+
+@cache
+def programs() -> Programs:
+    """Those of this process: memory maps are the process's, and engines of the same shapes share what is compiled."""
+    is_limited = jax.default_backend() == "cpu" and Path("/proc/self/maps").exists()
+    return Programs(MapLimit() if is_limited else None)
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """What a program depends on of an argument: arrays that the host hands over may lie anywhere.
+
+    Steps give state back with other words for the same place, which here are one.
+    """
+    place = getattr(leaf, "sharding", None)
+    if isinstance(place, NamedSharding):
+        axes = list(place.spec) if place.mesh.size > 1 else []
+        while axes and axes[-1] is None:
+            axes.pop()
+        place = NamedSharding(place.mesh, PartitionSpec(*axes))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+
+def _donated_leaves(function: Callable[..., Any], donated: Sequence[str], arguments: Sequence[Any]) -> tuple[int, ...]:
+    """Places of the donated arguments' arrays among all arrays."""
+    names = list(inspect.signature(function).parameters)[: len(arguments)]
+    counts = [len(jax.tree.leaves(argument)) for argument in arguments]
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    spans = [range(end - count, end) for name, count, end in zip(names, counts, ends, strict=True) if name in donated]
+    return tuple(place for span in spans for place in span)
