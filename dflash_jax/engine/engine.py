@@ -226,7 +226,8 @@ class Engine:
         wanted = self._chunk(pending, *self.shapes.chunk(len(pending), max(map(left_of, pending))))
         chosen = wanted if self.runner.is_ready(wanted.programs) else self._ready_chunk(pending)
         if chosen is not wanted:
-            self.runner.request([*wanted.programs, *self._missing_of_round(wanted.running)], is_urgent=True)
+            coming = self._missing_of_round(wanted.running)
+            self.runner.request([*wanted.programs, *coming], is_urgent=chosen is None)
         if chosen is None:
             return wanted.programs
         self._prefill(chosen)
@@ -245,8 +246,8 @@ class Engine:
 
     def _ready_chunk(self, pending: list[Running]) -> PlannedChunk | None:
         """Of the prefills that are compiled, the one that processes most tokens and pads no more than three of four."""
-        longest = max(map(left_of, pending))
-        fitting = [(r, w) for r, w in self.shapes.prefills() if w < 4 * longest and r < 4 * len(pending)]
+        widest = max(4 * max(map(left_of, pending)), self.shapes.chunks[0])
+        fitting = [(r, w) for r, w in self.shapes.prefills() if w <= widest and r <= 4 * len(pending)]
         most_first = sorted(fitting, key=lambda size: -sum(min(left_of(r), size[1]) for r in pending[: size[0]]))
         chunks = (self._chunk(pending, rows, width) for rows, width in most_first)
         return next((chunk for chunk in chunks if self.runner.is_ready(chunk.programs)), None)

@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -123,7 +122,7 @@ class Programs:
         self._limit = limit
         self._programs: dict[tuple, Program] = {}
         self._changed = threading.Condition()  # guards all that follows
-        self._queue: deque[Program] = deque()
+        self._queue: dict[Program, bool] = {}  # whether each is urgent, in the order of requests
         self._compiling: set[Program] = set()
         self._num_working = 0
         self._workers: ThreadPoolExecutor | None = None
@@ -160,12 +159,9 @@ class Programs:
     def request(self, programs: Sequence[Program], *, is_urgent: bool) -> None:
         """Compile some beside the calling thread, unless they are compiled; urgent ones come before all others."""
         with self._changed:
-            missing = [p for p in programs if p.executable is None and p not in self._compiling]
-            if is_urgent:
-                self._queue = deque(p for p in self._queue if p not in missing)
-                self._queue.extendleft(reversed(missing))
-            else:
-                self._queue.extend(p for p in missing if p not in self._queue)
+            for program in programs:
+                if program.executable is None and program not in self._compiling:
+                    self._queue[program] = self._queue.get(program, False) or is_urgent
             for _ in range(min(len(self._queue), WORKERS - self._num_working)):
                 self._submit()
 
@@ -190,7 +186,7 @@ class Programs:
             if program in self._compiling:
                 self._changed.wait_for(lambda: program not in self._compiling)
             if program.executable is None and program.error is None:
-                self._queue = deque(p for p in self._queue if p is not program)
+                self._queue.pop(program, None)
                 self._compiling.add(program)
             error, program.error = program.error, None
             executable = program.executable
@@ -204,8 +200,10 @@ class Programs:
         Programs are lowered in the calling thread, since lowering is Python's, where threads wait for each other.
         """
         with self._changed:
-            missing = [p for p in programs if p.executable is None]
+            missing = [p for p in programs if p.executable is None and p not in self._compiling]
             self._compiling |= set(missing)
+            for program in missing:
+                self._queue.pop(program, None)
         for _ in range(len(programs) - len(missing)):
             advance()
 
@@ -241,11 +239,10 @@ class Programs:
 
     def _work(self) -> None:
         with self._changed:
-            program = self._queue.popleft() if self._queue else None
-            if program is not None and program.executable is None and program not in self._compiling:
+            program = max(self._queue, key=self._queue.__getitem__, default=None)  # the first of the urgent ones
+            if program is not None:
+                del self._queue[program]
                 self._compiling.add(program)
-            else:
-                program = None
         if program is not None:
             try:
                 self._build(program)
