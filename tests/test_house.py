@@ -17,6 +17,7 @@ ARROWS = {
     "pallas_kernels": set(),
     "errors": set(),
     "env": set(),
+    "progress": set(),
     "core": {"errors"},
     "config": {"core", "errors", "pallas_kernels"},
     "models": {"config", "errors", "pallas_kernels"},
@@ -31,7 +32,9 @@ ARROWS = {
     "bench": {
         "commands",
         "flags",
+        "progress",
         "llm",
+        "frontend",
         "engine",
         "checkpoint",
         "models",
@@ -47,6 +50,7 @@ ARROWS = {
         "bench",
         "commands",
         "flags",
+        "progress",
         "train",
         "llm",
         "frontend",
@@ -59,6 +63,7 @@ ARROWS = {
     "train": {
         "eval",
         "flags",
+        "progress",
         "llm",
         "frontend",
         "engine",
@@ -71,7 +76,7 @@ ARROWS = {
         "errors",
         "pallas_kernels",
     },
-    "generate": {"bench", "flags", "llm", "config", "core", "errors"},
+    "generate": {"bench", "flags", "progress", "llm", "frontend", "config", "core", "errors"},
 }
 
 
