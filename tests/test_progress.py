@@ -1,16 +1,33 @@
 """Progress on standard error: before anything heavy is imported, in order, and never where results go."""
 
 import io
+import subprocess
 import sys
 import threading
 import time
 from contextlib import redirect_stderr
+from pathlib import Path
 
 import pytest
 
 from dflash_jax import progress
 from dflash_jax.progress import announce, importing, phase
 from tests.phases import lines, phases
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = ["bench offline", "bench round", "bench serve", "eval acceptance", "train", "train.data"]
+# Runs a command until it first writes to standard error; tells what it wrote, and whether JAX was imported by then.
+FIRST_WRITE = """
+import io, os, runpy, sys
+
+class Stream(io.StringIO):
+    def write(self, text):
+        os.write(1, f"{text.strip()}|{'jax' in sys.modules}".encode())
+        os._exit(0)
+
+sys.stderr = Stream()
+runpy.run_module(f"dflash_jax.{sys.argv[1]}", run_name="__main__", alter_sys=True)
+"""
 
 
 class Tty(io.StringIO):
@@ -30,6 +47,14 @@ def shown(terminal):
     return terminal.getvalue().replace("\r", "\n").split("\n")
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_says_that_it_has_started_before_it_imports_jax(command):
+    run = subprocess.run(
+        [sys.executable, "-c", FIRST_WRITE, *command.split()], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.stdout == "[0:00:00] importing modules|False", run.stderr
+
+
 @pytest.mark.parametrize("word", ["-h", "--help", "--he"])
 def test_help_is_left_alone(word, capsys):
     with importing(["serve", word]):
@@ -38,6 +63,12 @@ def test_help_is_left_alone(word, capsys):
     with importing(["serve", "--seed"]):
         pass
     assert phases(capsys.readouterr().err) == ["importing modules"]
+
+
+def test_help_of_a_command_is_all_that_it_writes():
+    run = subprocess.run([sys.executable, "-m", "dflash_jax.train", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.startswith("usage: python -m dflash_jax.train ")
 
 
 def test_in_a_log_a_phase_is_a_line_when_it_begins_and_one_with_its_count_when_it_ends(capsys):
