@@ -13,7 +13,9 @@ from dflash_jax.bench.report import histogram_lines
 from dflash_jax.core import Prompt, RequestOutput, SamplingParams
 from dflash_jax.errors import ConfigError, DFlashError
 from dflash_jax.flags import add_engine_arguments, engine_options
+from dflash_jax.frontend import resolve_folders
 from dflash_jax.llm import LLM
+from dflash_jax.progress import announce, phase
 
 EMBEDDED_PROMPT = (
     'class Node:\n    """A node of a binary tree."""\n\n    def __init__(self, value, left=None, right=None):\n'
@@ -76,8 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     args, console = parse_args(arguments), Console(stderr=True)
     try:
-        with console.status("loading and compiling ..."):
-            llm = load(args)
+        llm = load(args)
+        with phase("warming up"):
             prompt, params = _prompt(args, llm), sampling_params(args)
             plain_params = replace(params, speculation=False)
             if args.compare:
@@ -102,7 +104,10 @@ def load(args: argparse.Namespace) -> LLM:
         ConfigError: an option is impossible, or there is no drafter to compare with.
         CheckpointError: a model cannot be loaded.
     """
-    llm = LLM(args.model, args.draft_model, **engine_options(args))
+    announce("finding the models")
+    folders = resolve_folders(args.model, args.draft_model)
+    with phase("loading the models"):
+        llm = LLM(*folders, **engine_options(args))
     if args.compare and not llm.config.num_speculative_tokens:
         raise ConfigError(f"--compare: {args.model} runs without a drafter already; give --draft-model.")
     return llm

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,14 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool | Callable[..., Any] = False,
     ) -> list[RequestOutput]:
         """Complete prompts.
 
         Args:
             prompts: a string, `{"prompt_token_ids": [...]}`, or a list of these.
             sampling_params: for all prompts or one for each; None takes `get_default_sampling_params()`.
-            use_tqdm: show a progress bar.
+            use_tqdm: show a progress bar; or what makes one in place of `tqdm.tqdm`.
 
         Returns:
             One finished output a prompt, in order.
@@ -70,7 +71,8 @@ class LLM:
         """
         finished: dict[str, RequestOutput] = {}
         requests = self._requests(prompts, sampling_params)
-        with tqdm(total=len(requests), disable=not use_tqdm, desc="Processed prompts") as bar:
+        make_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+        with make_bar(total=len(requests), desc="Processed prompts") as bar:
             for request in self._changes(requests):
                 if request.finished:
                     finished[request.request_id] = request.output()
@@ -93,7 +95,7 @@ class LLM:
         messages: Seq[Message] | Seq[Seq[Message]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool | Callable[..., Any] = False,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,

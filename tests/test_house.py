@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import dflash_jax
+
 ROOT = Path(__file__).parent.parent
 FILES = [*ROOT.glob("dflash_jax/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]
 
@@ -15,6 +17,7 @@ ARROWS = {
     "pallas_kernels": set(),
     "errors": set(),
     "env": set(),
+    "progress": set(),
     "core": {"errors"},
     "config": {"core", "errors", "pallas_kernels"},
     "models": {"config", "errors", "pallas_kernels"},
@@ -29,7 +32,9 @@ ARROWS = {
     "bench": {
         "commands",
         "flags",
+        "progress",
         "llm",
+        "frontend",
         "engine",
         "checkpoint",
         "models",
@@ -45,6 +50,7 @@ ARROWS = {
         "bench",
         "commands",
         "flags",
+        "progress",
         "train",
         "llm",
         "frontend",
@@ -57,6 +63,7 @@ ARROWS = {
     "train": {
         "eval",
         "flags",
+        "progress",
         "llm",
         "frontend",
         "engine",
@@ -69,7 +76,7 @@ ARROWS = {
         "errors",
         "pallas_kernels",
     },
-    "generate": {"bench", "flags", "llm", "config", "core", "errors"},
+    "generate": {"bench", "flags", "progress", "llm", "frontend", "config", "core", "errors"},
 }
 
 
@@ -109,5 +116,15 @@ def test_no_torch_and_no_environment(file):
 
 
 def test_import_is_light_and_without_side_effects():
-    code = "import dflash_jax, sys; print(sorted({'torch', 'transformers', 'optax'} & set(sys.modules)))"
+    code = (
+        "import dflash_jax, sys; print(sorted({'torch', 'transformers', 'optax', 'jax', 'numpy'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_public_names_are_there_and_no_others():
+    assert set(dflash_jax.__all__) <= set(dir(dflash_jax))
+    for name in dflash_jax.__all__:
+        assert getattr(dflash_jax, name).__name__ == name
+        assert getattr(dflash_jax, name).__module__.startswith("dflash_jax.")
+    assert not hasattr(dflash_jax, "Engine")

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 
-from dflash_jax.bench import offline, round, serve
 from dflash_jax.commands import parse_command, run_command
-
-COMMANDS = {"serve": serve, "offline": offline, "round": round}
+from dflash_jax.progress import importing
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    return parse_command("python -m dflash_jax.bench", "Measure speed.", COMMANDS, arguments)
+    with importing(arguments):
+        from dflash_jax.bench import offline, round, serve
+    commands = {"serve": serve, "offline": offline, "round": round}
+    return parse_command("python -m dflash_jax.bench", "Measure speed.", commands, arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,7 +18,9 @@ from dflash_jax.bench.workload import SampleRequest
 from dflash_jax.core import Prompt, RequestOutput, SamplingParams
 from dflash_jax.errors import DFlashError
 from dflash_jax.flags import add_engine_arguments, engine_options
+from dflash_jax.frontend import resolve_folders
 from dflash_jax.llm import LLM
+from dflash_jax.progress import announce, phase
 
 HELP = "run a workload through the engine in process and measure throughput and acceptance"
 
@@ -37,15 +39,19 @@ def run(args: argparse.Namespace) -> int:
         DFlashError: an option is wrong, the model cannot be loaded, or a prompt cannot be served.
     """
     path = report.output_path(args)
-    load = workload.load(args, as_text=False)
-    llm = LLM(args.model, args.draft_model, seed=args.seed, **engine_options(args))
+    with phase("making the workload"):
+        load = workload.load(args, as_text=False)
+    announce("finding the models")
+    folders = resolve_folders(args.model, args.draft_model)
+    with phase("loading the models"):
+        llm = LLM(*folders, seed=args.seed, **engine_options(args))
     if load.warmups:
-        with report.progress(len(load.warmups), "warming up") as advance:
+        with report.counting("warming up", len(load.warmups)) as advance:
             records, _ = complete_all(llm, load.warmups, args, advance)
         for record in records:
             if record.error_kind is not None:
                 raise DFlashError(f"a warm-up request failed: {record.error}")
-    with report.progress(len(load.requests), "measuring") as advance:
+    with report.counting("measuring", len(load.requests)) as advance:
         records, outputs = complete_all(llm, load.requests, args, advance)
     result = report.build_result(
         args,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -14,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dflash_jax.bench.acceptance import Acceptance
 from dflash_jax.bench.stats import PERCENTILES, RequestRecord, summarize
 from dflash_jax.errors import ConfigError
+from dflash_jax.progress import phase
 
 REDACTED = "***"
 BAR_WIDTH = 40  # characters of the longest bar
@@ -208,19 +207,15 @@ def _number(value: float | None) -> str:
 
 
 @contextmanager
-def progress(total: int, description: str) -> Iterator[Callable[[RequestRecord], None]]:
-    """A progress bar on standard error; gives what to call when a request has ended, with its record."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Drawn seldom: drawing takes time from the generator.
-    with Progress(
-        *columns, console=Console(file=sys.stderr), transient=True, refresh_per_second=2, redirect_stdout=False
-    ) as bar:
-        task: TaskID = bar.add_task(description, total=total)
+def counting(description: str, total: int) -> Iterator[Callable[[RequestRecord], None]]:
+    """A phase in which requests end; gives what to call with the record of each."""
+    with phase(description, total) as now:
         failed = 0
 
         def advance(record: RequestRecord) -> None:
             nonlocal failed
             failed += record.error_kind is not None
-            bar.update(task, advance=1, description=f"{description}, {failed} failed" if failed else description)
+            now.note = f"{failed} failed" if failed else ""
+            now.advance()
 
         yield advance

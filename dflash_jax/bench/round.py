@@ -33,6 +33,7 @@ from dflash_jax.engine.model import Model, quantized
 from dflash_jax.engine.sharding import Mesh
 from dflash_jax.env import claim_device_memory, enable_compilation_cache
 from dflash_jax.errors import ConfigError, DFlashError
+from dflash_jax.progress import Phase, phase
 from pallas_kernels.timing import copy_bandwidth, environment
 
 HELP = "measure draft-verify rounds of the engine alone, with random weights of a model's exact shapes"
@@ -94,12 +95,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--output {path} is not a file in an existing folder; make the folder first.")
     target, draft = configs_of(args.model, args.draft_model, sliding_window=args.draft_sliding_window)
     _check(args, draft)
-    claim_device_memory()
-    enable_compilation_cache()
     drafter = None if args.plain else draft
-    plans = _plans(args, target, drafter)
+    with phase("starting the devices"):
+        claim_device_memory()
+        enable_compilation_cache()
+        plans = _plans(args, target, drafter)
+        bandwidth = copy_bandwidth() if jax.default_backend() != "cpu" else None
     console, rows = Console(), []
-    bandwidth = copy_bandwidth() if jax.default_backend() != "cpu" else None
     for row in _measure_all(args, target, drafter, plans, bandwidth):
         row["baseline"] = round_report.beside(row, baseline)
         rows.append(row)
@@ -167,18 +169,24 @@ def _measure_all(
     bandwidth: float | None,
 ) -> Iterator[dict[str, Any]]:
     """A row of each cell. No two engines and no two sets of weights are there at a time."""
-    cells = [Cell(batch, context) for context, batch in itertools.product(args.context, args.batch_size)]
+    pairs = itertools.product(args.context, args.batch_size)
+    cells = [("decode", Cell(batch, context)) for context, batch in pairs]
+    cells += [("prefill", Cell(1, context)) for context in args.context if args.prefill]
+    number, total = 0, len(cells) * sum(len(configs) for _, configs in plans)
     for mesh, configs in plans:
-        model = _random_model(target, configs[0], mesh, seed=0)
-        drafter = None if draft is None else _random_drafter(draft, model, configs[0], mesh)
+        with phase("making random weights"):
+            model = _random_model(target, configs[0], mesh, seed=0)
+            drafter = None if draft is None else _random_drafter(draft, model, configs[0], mesh)
         for config in configs:
-            budget = round_report.kv_budget(target, draft, config)
-            engine = RoundEngine(model, drafter, mesh=mesh, config=config)
-            engine.keep(args.num_accepted_tokens)
-            for cell in cells:
-                yield _row(args, engine, cell, "decode", bandwidth, budget)
-            for context in args.context if args.prefill else []:
-                yield _row(args, engine, Cell(1, context), "prefill", bandwidth, budget)
+            with phase("making the engine"):
+                budget = round_report.kv_budget(target, draft, config)
+                engine = RoundEngine(model, drafter, mesh=mesh, config=config)
+                engine.keep(args.num_accepted_tokens)
+            for kind, cell in cells:
+                number += 1
+                with phase(f"measuring {number} of {total}, {kind} of {cell.batch_size} x {cell.context}") as now:
+                    row = _row(args, engine, cell, kind, bandwidth, budget, now)
+                yield row
             del engine
             gc.collect()  # the pools of the next engine need the memory of this one's
         del model, drafter
@@ -219,7 +227,13 @@ def _engine_args(args: argparse.Namespace, draft: DraftConfig | None, kv_cache_d
 
 
 def _row(
-    args: argparse.Namespace, engine: RoundEngine, cell: Cell, kind: str, bandwidth: float | None, budget: int
+    args: argparse.Namespace,
+    engine: RoundEngine,
+    cell: Cell,
+    kind: str,
+    bandwidth: float | None,
+    budget: int,
+    now: Phase,
 ) -> dict[str, Any]:
     """One cell, measured or failed."""
     config = engine.config
@@ -237,7 +251,7 @@ def _row(
         if kind == "prefill":
             found = {"prefill_ms": _percentiles(time_prefill(engine, cell.context, PREFILL_REPEATS))}
         else:
-            found = _decode_cell(args, engine, cell, bandwidth, budget)
+            found = _decode_cell(args, engine, cell, bandwidth, budget, now)
         return row | found
     except (DFlashError, jax.errors.JaxRuntimeError) as error:
         return row | {"failed": str(error).splitlines()[0]}
@@ -246,15 +260,17 @@ def _row(
 
 
 def _decode_cell(
-    args: argparse.Namespace, engine: RoundEngine, cell: Cell, bandwidth: float | None, budget: int
+    args: argparse.Namespace, engine: RoundEngine, cell: Cell, bandwidth: float | None, budget: int, now: Phase
 ) -> dict[str, Any]:
     """The figures of one cell."""
+    now.note = "compiling and timing"
     sequences = random_sequences(cell.batch_size, cell.context, _max_tokens(args), engine.spec.target.vocab_size)
     rounds = decode(engine, sequences, warmup=args.warmup_rounds, rounds=_rounds(args) - args.warmup_rounds)
     step_ms = _percentiles(rounds.seconds)
     weights = round_report.weight_bytes(engine)
     kv = round_report.kv_bytes(engine, cell.batch_size, rounds.context)
     read = sum(weights.values()) + kv
+    now.note = "tracing"
     trace = None if args.no_trace else _trace(args, engine, sequences)
     if trace is not None:
         trace["idle_ms"] = step_ms["median"] - trace["busy_ms"]

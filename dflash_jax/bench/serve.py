@@ -34,6 +34,7 @@ from dflash_jax.bench.http import HttpClient, RequestFailedError
 from dflash_jax.bench.stats import RequestRecord, spread
 from dflash_jax.bench.workload import SampleRequest
 from dflash_jax.errors import ConfigError, DFlashError
+from dflash_jax.progress import phase
 
 HELP = "load an OpenAI-compatible server and measure latency, throughput and acceptance"
 TICK = 0.01  # seconds between two looks at the event loop
@@ -89,12 +90,15 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     endpoint = _check(args)
     headers = {} if args.api_key is None else {"Authorization": f"Bearer {args.api_key}"}
     client = HttpClient(args.base_url, headers)
-    load = workload.load(args, as_text=endpoint.endswith("/chat/completions") or args.random_text)
-    model = args.model or await _first_model(client)
+    with phase("making the workload"):
+        load = workload.load(args, as_text=endpoint.endswith("/chat/completions") or args.random_text)
+    with phase(f"asking {args.base_url} for its models"):
+        model = args.model or await _first_model(client)
     options = {"model": model, "temperature": args.temperature} | ({"ignore_eos": True} if args.ignore_eos else {})
     generator = Generator(client, endpoint, options | (args.extra_body or {}), args.request_timeout)
     try:
-        await _warm_up(generator, load.warmups, args.max_concurrency)
+        if load.warmups:
+            await _warm_up(generator, load.warmups, args.max_concurrency)
         before = await _text(client, "/metrics")
         records, lag = await generator.run(load.requests, args)
         after = await _text(client, "/metrics")
@@ -139,7 +143,7 @@ class Generator:
         self, requests: Sequence[SampleRequest], args: argparse.Namespace
     ) -> tuple[list[RequestRecord], dict[str, Any]]:
         """The records of all requests, times counting from the start, and what the generator itself cost."""
-        with report.progress(len(requests), "measuring") as advance:
+        with report.counting("measuring", len(requests)) as advance:
             records: dict[int, RequestRecord] = {}
             send = self.sender(requests, records, advance)
             gc.collect()
@@ -251,9 +255,9 @@ async def _warm_up(generator: Generator, warmups: Sequence[SampleRequest], concu
         DFlashError: one failed; nothing is worth measuring then.
     """
     records: dict[int, RequestRecord] = {}
-    with report.progress(len(warmups), "warming up") as advance:
+    with report.counting("warming up", len(warmups)) as advance:
         send = generator.sender(warmups, records, advance)
-        await closed_loop(send, len(warmups), concurrency or max(len(warmups), 1))
+        await closed_loop(send, len(warmups), concurrency or len(warmups))
     for record in records.values():
         if record.error_kind is not None:
             raise DFlashError(f"a warm-up request failed: {record.error_kind}: {record.error}")

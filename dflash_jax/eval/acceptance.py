@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,15 +54,19 @@ class Acceptance:
 
 
 def measure(
-    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    *,
+    use_tqdm: bool | Callable[..., Any] = False,
 ) -> Acceptance:
-    """Complete prompts and count what the drafter gained.
+    """Complete prompts and count what the drafter gained; `use_tqdm` is that of `LLM.generate`.
 
     Raises:
         RequestError: a prompt cannot be served.
         DFlashError: a completion failed.
     """
-    return acceptance_of(llm.generate(prompts, params))
+    return acceptance_of(llm.generate(prompts, params, use_tqdm=use_tqdm))
 
 
 def acceptance_of(outputs: Sequence[RequestOutput]) -> Acceptance:

@@ -13,6 +13,7 @@ from dflash_jax.eval.compare import Cell, Sampling, measure_engine
 from dflash_jax.flags import engine_options
 from dflash_jax.frontend import resolve_folders
 from dflash_jax.llm import LLM
+from dflash_jax.progress import announce, phase
 from dflash_jax.renderer import Renderer
 
 HELP = "measure a drafter: acceptance length, acceptance of each draft and speed-up against plain decoding"
@@ -30,17 +31,23 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "plots need matplotlib, which is not installed; run pip install 'dflash-jax[train]', or add --no-plots."
         )
+    announce("finding the models")
     folder, draft_folder = resolve_folders(args.model, args.draft_model)
     if draft_folder is None:
         raise ConfigError(f"--model {args.model} has no drafter to measure; give --draft-model.")
-    tokenizer = Renderer(folder).tokenizer
+    with phase("loading the tokenizer"):
+        tokenizer = Renderer(folder).tokenizer
     selection = datasets.Selection(args.num_prompts, args.prompt_len, args.seed)
-    samples = {name: datasets.load(name, selection, tokenizer) for name in args.dataset}
+    samples = {}
+    for name in args.dataset:
+        with phase(f"reading {name}"):
+            samples[name] = datasets.load(name, selection, tokenizer)
     make_folder(args.output)
     sampling = Sampling(args.max_tokens, args.seed, args.prompt_style)
     cells: list[Cell] = []
     for block in args.num_speculative_tokens:
-        llm = load_llm(args, block)
+        with phase(f"loading the models for {block} drafts"):
+            llm = load_llm(args, (folder, draft_folder), block)
         for cell in measure_engine(llm, block, samples, args.temperature, sampling, plain=not args.no_plain):
             cells.append(cell)
             result = report.build_result(args, llm.config, cells)
@@ -50,11 +57,11 @@ def run(args: argparse.Namespace) -> int:
     return report.finish(result, args.output, plots=not args.no_plots)
 
 
-def load_llm(args: argparse.Namespace, num_speculative_tokens: int | str) -> LLM:
-    """The engine of one block length."""
+def load_llm(args: argparse.Namespace, folders: tuple[Path, Path], num_speculative_tokens: int | str) -> LLM:
+    """The engine of one block length, for the models in these folders."""
     drafts = None if num_speculative_tokens == options.AUTO else num_speculative_tokens
     engine = engine_options(args) | {"num_speculative_tokens": drafts}
-    return LLM(args.model, args.draft_model, seed=args.seed, **engine)
+    return LLM(*folders, seed=args.seed, **engine)
 
 
 def make_folder(folder: Path) -> None:

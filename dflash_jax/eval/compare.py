@@ -10,6 +10,7 @@ from dflash_jax.eval.acceptance import Acceptance, acceptance_of
 from dflash_jax.eval.conversations import Run, converse, joined
 from dflash_jax.eval.datasets import Sample
 from dflash_jax.llm import LLM
+from dflash_jax.progress import Phase, phase
 
 WARMUP_TOKENS = 16
 BATCHES = 4  # of samples side by side that one way decodes before the other has its turn
@@ -100,12 +101,17 @@ def measure_engine(
     ways = (False, True) if plain else (True,)
     for name, samples in datasets.items():
         for temperature in temperatures:
-            warm_up(llm, samples, temperature, sampling)
+            cell = f"{name} at temperature {temperature:g}, {num_speculative_tokens} drafts"
+            with phase(f"warming up for {cell}"):
+                warm_up(llm, samples, temperature, sampling)
             parts: dict[bool, list[Run]] = {way: [] for way in ways}
             size = BATCHES * llm.config.max_num_seqs
-            for first in range(0, len(samples), size):
-                for way in ways:
-                    parts[way].append(_run(llm, samples, slice(first, first + size), temperature, sampling, way))
+            answers = len(ways) * sum(1 + len(sample.follow_ups) for sample in samples)
+            with phase(f"answering {cell}", answers) as now:
+                for first in range(0, len(samples), size):
+                    for way in ways:
+                        part = slice(first, first + size)
+                        parts[way].append(_run(llm, samples, part, temperature, sampling, way, now))
             runs = {way: joined(parts[way]) for way in ways}
             acceptance = acceptance_of(runs[True].outputs)
             yield Cell(name, temperature, num_speculative_tokens, runs[True], runs.get(False), acceptance)
@@ -126,8 +132,15 @@ def warm_up(llm: LLM, samples: Sequence[Sample], temperature: float, sampling: S
 
 
 def _run(
-    llm: LLM, samples: Sequence[Sample], part: slice, temperature: float, sampling: Sampling, speculation: bool
+    llm: LLM,
+    samples: Sequence[Sample],
+    part: slice,
+    temperature: float,
+    sampling: Sampling,
+    speculation: bool,
+    now: Phase,
 ) -> Run:
     params = sampling.params(temperature, len(samples), speculation=speculation)
-    salt = f"{temperature} {'with' if speculation else 'without'} the drafter"
-    return converse(llm, samples[part], params[part], style=sampling.style, salt=salt)
+    now.note = f"{'with' if speculation else 'without'} the drafter"
+    salt = f"{temperature} {now.note}"
+    return converse(llm, samples[part], params[part], style=sampling.style, salt=salt, use_tqdm=now.tqdm)

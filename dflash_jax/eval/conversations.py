@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dflash_jax.core import Prompt, RequestOutput, SamplingParams, TokensPrompt
 from dflash_jax.eval.datasets import History, Sample
@@ -101,8 +102,24 @@ def prompt_of(history: History, renderer: Renderer, salt: str) -> TokensPrompt:
     return {"prompt_token_ids": ids, "cache_salt": salt}
 
 
-def converse(llm: LLM, samples: Sequence[Sample], params: Sequence[SamplingParams], *, style: str, salt: str) -> Run:
+def converse(
+    llm: LLM,
+    samples: Sequence[Sample],
+    params: Sequence[SamplingParams],
+    *,
+    style: str,
+    salt: str,
+    use_tqdm: bool | Callable[..., Any] = False,
+) -> Run:
     """Have every conversation: all first turns at once, then all second ones after the model's own answers.
+
+    Args:
+        llm: that answers.
+        samples: how conversations begin.
+        params: of each.
+        style: of prompts, as in `opening`.
+        salt: pages are shared only within it.
+        use_tqdm: as in `LLM.generate`, which is called for every turn.
 
     Raises:
         RequestError: a prompt cannot be served.
@@ -114,7 +131,7 @@ def converse(llm: LLM, samples: Sequence[Sample], params: Sequence[SamplingParam
     while histories:
         prompts: list[Prompt] = [prompt_of(history, llm.frontend, salt) for history in histories.values()]
         started = time.perf_counter()
-        outputs = llm.generate(prompts, [params[i] for i in histories], use_tqdm=True)
+        outputs = llm.generate(prompts, [params[i] for i in histories], use_tqdm=use_tqdm)
         seconds += time.perf_counter() - started
         answers += [Answer(samples[i].id, turn, output) for i, output in zip(histories, outputs, strict=True)]
         histories = {

@@ -25,6 +25,7 @@ from dflash_jax.eval.acceptance import repetition
 from dflash_jax.eval.compare import Cell
 from dflash_jax.eval.conversations import Answer, Run
 from dflash_jax.eval.datasets import short_name
+from dflash_jax.progress import phase
 
 ENGINE = (
     "dtype",
@@ -180,9 +181,10 @@ def finish(result: dict[str, Any], folder: Path, *, plots: bool) -> int:
 
 
 def _drawn(result: dict[str, Any], folder: Path) -> list[Path]:
-    from dflash_jax.eval import plots  # matplotlib is an extra, and the trainer needs none
+    with phase("drawing plots"):
+        from dflash_jax.eval import plots  # matplotlib is an extra, and the trainer needs none
 
-    return plots.draw(result, folder)
+        return plots.draw(result, folder)
 
 
 def table(result: dict[str, Any]) -> Table:

@@ -8,6 +8,7 @@ from pathlib import Path
 from dflash_jax.core import Prompt, SamplingParams
 from dflash_jax.eval.acceptance import measure
 from dflash_jax.llm import LLM
+from dflash_jax.progress import Phase
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data.shards import Sample
 
@@ -24,13 +25,15 @@ class Evaluator:
         self._sampling = SamplingParams(temperature=0.0, max_tokens=config.eval_max_tokens)
         self._llm: LLM | None = None  # made for the first drafter
 
-    def __call__(self, draft: Path) -> dict[str, float]:
+    def __call__(self, draft: Path, now: Phase) -> dict[str, float]:
         """Figures of the drafter in a folder, by name; lengths in tokens a round, the target's own included."""
-        if self._llm is None:
-            self._llm = self._load(draft)
-        else:
-            self._llm.replace_draft(draft)
-        found = measure(self._llm, self._prompts, self._sampling)
+        with now.within("loading the drafter into the engine"):
+            if self._llm is None:
+                self._llm = self._load(draft)
+            else:
+                self._llm.replace_draft(draft)
+        with now.within("measuring with the engine", len(self._prompts)) as measuring:
+            found = measure(self._llm, self._prompts, self._sampling, use_tqdm=measuring.tqdm)
         positions = {f"accepted/{k}": share for k, share in enumerate(found.acceptance_per_position, start=1)}
         return {
             "acceptance_length": found.mean_acceptance_length or 1.0,

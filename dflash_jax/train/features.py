@@ -15,6 +15,7 @@ from jaxtyping import Float
 from dflash_jax.checkpoint.export import save_json
 from dflash_jax.checkpoint.loader import Params
 from dflash_jax.config import TargetConfig
+from dflash_jax.progress import phase
 from dflash_jax.train.dataset import Batches
 from dflash_jax.train.objective import Batch, target_features
 
@@ -46,8 +47,9 @@ class FeatureCache:
         )
         if not path.with_suffix(".json").exists():
             compute = jax.jit(lambda tokens: target_features(params, target, taps, tokens))
-            for samples, batch in batches.epoch(0):
-                cache._keep(samples, batch, np.asarray(compute(jnp.asarray(batch.tokens))))
+            with phase("computing the target's features", batches.per_epoch) as now:
+                for samples, batch in now.over(batches.epoch(0)):
+                    cache._keep(samples, batch, np.asarray(compute(jnp.asarray(batch.tokens))))
             cache.rows.flush()  # type: ignore[attr-defined]  # a memmap, which the shapes of jaxtyping do not say
             save_json(path.with_suffix(".json"), json.loads(json.dumps(said)))
         return cache

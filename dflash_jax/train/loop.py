@@ -23,6 +23,7 @@ from dflash_jax.checkpoint.tokenizer import Tokenizer
 from dflash_jax.config import DraftConfig, TargetConfig, check_draft_fits, draft_config, read_json, target_config
 from dflash_jax.env import enable_compilation_cache
 from dflash_jax.errors import ConfigError
+from dflash_jax.progress import Phase, announce, phase
 from dflash_jax.train.checkpoints import Checkpoints, claim
 from dflash_jax.train.config import MASK_TOKENS, TrainConfig, draft_config_of
 from dflash_jax.train.data.shards import Sample, read_jsonl, read_shards
@@ -63,11 +64,13 @@ def train(config: TrainConfig) -> Path:
         CheckpointError: the target, or a checkpoint, cannot be loaded.
     """
     deadline = None if config.minutes is None else time.monotonic() + 60 * config.minutes
-    enable_compilation_cache()
-    mesh, out = make_mesh(config), Path(config.out)
+    with phase("starting the devices"):
+        enable_compilation_cache()
+        mesh, out = make_mesh(config), Path(config.out)
     pair = load_pair(config, mesh)
-    samples = read_samples(config, Tokenizer.of(pair.folder))
-    dataset, held_out = Dataset.of(samples, config.max_length).split(config.eval_samples, config.seed)
+    with phase("reading samples") as now:
+        samples = now.over(read_samples(config, Tokenizer.of(pair.folder)))
+        dataset, held_out = Dataset.of(samples, config.max_length).split(config.eval_samples, config.seed)
     batches = Batches(
         dataset, config.max_length, config.batch_tokens, config.data_parallel_size, config.num_anchors, config.seed
     )
@@ -75,34 +78,39 @@ def train(config: TrainConfig) -> Path:
     claim(out / "training", config.identity | {"steps": steps})
     checkpoints = Checkpoints(out / "training" / "checkpoints")
     first = checkpoints.latest or 0
-    with contextlib.closing(checkpoints), Logs(out / "training", first=first, total=steps) as logs:
+    with contextlib.closing(checkpoints):
         optimizer = make_optimizer(config, pair.draft)
-        state = init_state(pair.draft, optimizer, mesh, config.seed, pair.draft_params)
-        if first:
-            state = checkpoints.restore(first, state)
+        with phase(f"restoring step {first}" if first else "making the drafter"):
+            state = init_state(pair.draft, optimizer, mesh, config.seed, pair.draft_params)
+            if first:
+                state = checkpoints.restore(first, state)
         step_of = _compiled(config, pair, optimizer, batches, state, mesh)
-        score_of = _scores(config, pair, held_out, logs)
-        pace = make_pace(steps, deadline, float(state.progress))
-        step, progress, coming = first, pace(first + 1), batches.after(first)
-        while progress < 1 and step < (config.stop_at or math.inf):
-            samples_of, batch = next(coming)
-            state, measured = step_of(state, samples_of, batch, progress)
-            logs.advance(step := step + 1, int(batch.lengths.sum()))
-            rate, progress = learning_rate(config, progress), pace(step + 1)
-            last = progress >= 1 or step == config.stop_at
-            if step % config.log_every == 0 or last:
-                logs.train(step, measured, float(rate))
-            try:
-                score = score_of(step, state.params, progress >= 1)
-            except Exception:  # what was learnt since the last checkpoint is worth more than its measure
-                checkpoints.save(step, state, None)
-                raise
-            if score is not None or step % config.save_every == 0 or last:
-                checkpoints.save(step, state, score)
-        best = checkpoints.wait().best
-        if best is None:
-            raise ConfigError(f"{out} holds no step to write; let the run make one.")
-        write_draft(out, pair, checkpoints.restore(best, state).params)
+        what = "training steps" if config.minutes is None else f"training steps in {config.minutes:g} minutes"
+        with phase(what, steps, first=first) as now, Logs(out / "training", now) as logs:
+            score_of = _scores(config, pair, held_out, logs, now)
+            pace = make_pace(steps, deadline, float(state.progress))
+            step, progress, coming = first, pace(first + 1), batches.after(first)
+            while progress < 1 and step < (config.stop_at or math.inf):
+                samples_of, batch = next(coming)
+                state, measured = step_of(state, samples_of, batch, progress)
+                step += 1
+                logs.advance(int(batch.lengths.sum()))
+                rate, progress = learning_rate(config, progress), pace(step + 1)
+                last = progress >= 1 or step == config.stop_at
+                if step % config.log_every == 0 or last:
+                    logs.train(step, measured, float(rate))
+                try:
+                    score = score_of(step, state.params, progress >= 1)
+                except Exception:  # what was learnt since the last checkpoint is worth more than its measure
+                    checkpoints.save(step, state, None)
+                    raise
+                if score is not None or step % config.save_every == 0 or last:
+                    checkpoints.save(step, state, score)
+        with phase("writing the drafter"):
+            best = checkpoints.wait().best
+            if best is None:
+                raise ConfigError(f"{out} holds no step to write; let the run make one.")
+            write_draft(out, pair, checkpoints.restore(best, state).params)
     return out
 
 
@@ -128,7 +136,14 @@ def load_pair(config: TrainConfig, mesh: jax.sharding.Mesh) -> Pair:
         ConfigError: a configuration does not fit.
         CheckpointError: a folder, file or tensor is missing, damaged or surplus.
     """
+    announce("finding the models")
     folder = resolve_folder(config.target)
+    draft_folder = None if config.draft_model is None else resolve_folder(config.draft_model)
+    with phase("loading the models"):
+        return _load_pair(config, mesh, folder, draft_folder)
+
+
+def _load_pair(config: TrainConfig, mesh: jax.sharding.Mesh, folder: Path, draft_folder: Path | None) -> Pair:
     path = folder / "config.json"
     target = target_config(read_json(path), str(path))
 
@@ -136,10 +151,9 @@ def load_pair(config: TrainConfig, mesh: jax.sharding.Mesh) -> Pair:
         return place(mesh, axes, shape)
 
     draft_params = None
-    if config.draft_model is None:
+    if draft_folder is None:
         draft = draft_config_of(config, target, mask_token_of(config, target, folder))
     else:
-        draft_folder = resolve_folder(config.draft_model)
         path = draft_folder / "config.json"
         draft = draft_config(read_json(path), str(path), num_target_layers=target.num_hidden_layers)
         draft_params = load_params(draft_folder, draft, jnp.float32, where)
@@ -205,7 +219,7 @@ def _compiled(
 
 
 def _scores(
-    config: TrainConfig, pair: Pair, held_out: list[Sample], logs: Logs
+    config: TrainConfig, pair: Pair, held_out: list[Sample], logs: Logs, now: Phase
 ) -> Callable[[int, Params, bool], float | None]:
     """Measures the acceptance length after those steps that ask for it; None after the others."""
     evaluator = Evaluator(config, pair.folder, held_out)
@@ -215,7 +229,7 @@ def _scores(
         if not held_out or not (finished or (config.eval_every and step % config.eval_every == 0)):
             return None
         write_draft(folder, pair, params)  # measured is what will be served
-        values = evaluator(folder)
+        values = evaluator(folder, now)
         shutil.rmtree(folder)
         logs.eval(step, values)
         return values["acceptance_length"]

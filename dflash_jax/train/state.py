@@ -20,6 +20,7 @@ from dflash_jax.engine.sharding import SPLIT
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.dflash import DraftModel
 from dflash_jax.models.tables import Parameter, build, checkpoint_table, parameters_of
+from dflash_jax.progress import phase
 from dflash_jax.train.cache import SequenceCache
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.objective import Batch, Measured, block_loss, target_features
@@ -203,8 +204,8 @@ def compile_step(
         known = None if width is None else jax.ShapeDtypeStruct((B, T, width), dtype)
         return jitted.lower(state, batch, frozen, known, np.float32(0)).compile()
 
-    with ThreadPoolExecutor() as pool:
-        return dict(zip((T for T, _, _ in shapes), pool.map(compiled, shapes), strict=True))
+    with phase("compiling the step", len(shapes)) as now, ThreadPoolExecutor() as pool:
+        return dict(zip((T for T, _, _ in shapes), now.over(pool.map(compiled, shapes)), strict=True))
 
 
 def put_batch(batch: Batch, mesh: Mesh) -> Batch:

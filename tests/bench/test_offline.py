@@ -1,18 +1,22 @@
 """A pair through the whole command, once, with the same shape of result as `bench serve`."""
 
 import json
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 
 import pytest
 
 from dflash_jax.bench.__main__ import main
 from tests.bench.test_serve import KEYS
 from tests.pairs import RECITER
+from tests.phases import lines, phases
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory):
+def run_once(tmp_path_factory):
+    """Result, standard output and standard error."""
     folder = tmp_path_factory.mktemp("bench")
-    lines = [
+    prompts = [
         {"prompt": "You may reproduce and distribute copies of the", "output_tokens": 24},
         {
             "messages": [{"role": "user", "content": "7. Disclaimer of Warranty. Unless required by"}],
@@ -20,14 +24,29 @@ def result(tmp_path_factory):
         },
         {"prompt": [70, 80, 90], "output_tokens": 1},
     ]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     path, output = folder / "prompts.jsonl", folder / "result.json"
-    engine = {"--max-num-seqs": 2, "--max-model-len": 128, "--num-speculative-tokens": 15, "--num-warmups": 0}
+    engine = {"--max-num-seqs": 2, "--max-model-len": 128, "--num-speculative-tokens": 15, "--num-warmups": 1}
     model = {"--model": RECITER / "target", "--draft-model": RECITER / "draft"}
     options = model | engine | {"--dataset-name": "jsonl", "--dataset-path": path, "--output": output}
     flags = ["--no-compile-at-start", "--ignore-eos", "--save-detailed"]
-    assert main(["offline", *flags, *(str(part) for pair in options.items() for part in pair)]) == 0
-    return json.loads((folder / "result.json").read_text())
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        assert main(["offline", *flags, *(str(part) for pair in options.items() for part in pair)]) == 0
+    return json.loads((folder / "result.json").read_text()), out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def result(run_once):
+    return run_once[0]
+
+
+def test_progress_is_on_standard_error_and_results_are_on_standard_output(run_once):
+    _, out, err = run_once
+    loading = ["importing modules", "making the workload", "finding the models", "loading the models"]
+    assert phases(err) == [*loading, "warming up", "measuring"]
+    assert "measuring: 3 of 3, in 0:00:" in "\n".join(lines(err))
+    assert lines(out) == []
+    assert out.lstrip().startswith("bench offline")
 
 
 def test_the_shape_is_that_of_serve(result):

@@ -24,6 +24,7 @@ from dflash_jax.engine.sharding import Mesh
 from dflash_jax.errors import DFlashError
 from dflash_jax.models.tables import checkpoint_shape, checkpoint_table
 from dflash_jax.serve.args import parse_args
+from tests.phases import lines, phases
 
 ROOT = Path(__file__).resolve().parents[2]
 BASELINE = [
@@ -39,8 +40,11 @@ def flags(options):
 
 
 @pytest.fixture(scope="module")
-def drafted(tmp_path_factory):
-    """Rounds of 3 drafts of which 2 are kept, compiled as users compile: traces of the tests' flags name less."""
+def run_once(tmp_path_factory):
+    """Result, standard output and standard error of rounds of 3 drafts of which 2 are kept.
+
+    Compiled as users compile: traces of the tests' flags name less.
+    """
     folder = tmp_path_factory.mktemp("round")
     (folder / "baseline.json").write_text(json.dumps({"rows": BASELINE}))
     options = SMALL | {"--context": 24, "--output-len": 24, "--num-accepted-tokens": 2, "--trace-rounds": 2}
@@ -48,8 +52,24 @@ def drafted(tmp_path_factory):
     options |= {"--kv-cache-memory-bytes": 1 << 20}
     arguments = ["round", *flags(options), "--batch-size", "1", "4", "--prefill"]
     command = [sys.executable, "-m", "dflash_jax.bench", *arguments]
-    subprocess.run(command, env=os.environ | {"XLA_FLAGS": ""}, check=True)
-    return json.loads((folder / "out.json").read_text())
+    run = subprocess.run(command, env=os.environ | {"XLA_FLAGS": ""}, check=True, capture_output=True, text=True)
+    return json.loads((folder / "out.json").read_text()), run.stdout, run.stderr
+
+
+@pytest.fixture(scope="module")
+def drafted(run_once):
+    return run_once[0]
+
+
+def test_progress_is_on_standard_error_and_results_are_on_standard_output(run_once):
+    _, out, err = run_once
+    assert phases(err) == [
+        *("importing modules", "starting the devices", "making random weights", "making the engine"),
+        *("measuring 1 of 3, decode of 1 x 24", "measuring 2 of 3, decode of 4 x 24"),
+        "measuring 3 of 3, prefill of 1 x 24",
+    ]
+    assert lines(out) == []
+    assert out.startswith("DFlash x1 ctx 24 float32 tp1: ")
 
 
 def test_every_round_emits_what_it_is_told(drafted):
@@ -265,10 +285,10 @@ def test_no_preset_is_left_out():
 )
 def test_bad_options(capsys, arguments, words):
     assert main(["round", *arguments.split()]) == 2
-    printed = capsys.readouterr()
-    assert printed.err.startswith("error: ")
-    assert printed.err.count("\n") == 1
-    assert all(word in printed.err for word in words), printed.err
+    *before, error = capsys.readouterr().err.splitlines()
+    assert len(before) == len(lines("\n".join(before)))  # only progress
+    assert error.startswith("error: ")
+    assert all(word in error for word in words), error
 
 
 def test_baseline_without_its_fields(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 
 from dflash_jax.bench.__main__ import main
 from tests.bench.mock_server import BLOCK, DONE, GOOD, Mock, Reply, delta, event, serving, text, usage
+from tests.phases import lines, phases
 
 
 @pytest.fixture
@@ -94,9 +95,14 @@ def test_every_failure_is_counted_and_none_is_throughput(mock, tmp_path, capsys)
     counts = {kind: failure["count"] for kind, failure in result["errors"].items()}
     assert counts == {"HTTP 503": 2, "disconnected": 1, "error in stream": 1, "no usage": 1, "HTTP 400": 1}
     assert [r["error_kind"] for r in result["requests"]][-1] is None
-    shown = capsys.readouterr().out
-    assert "failed: 2 x HTTP 503" in shown
-    assert "boom" in shown
+    shown = capsys.readouterr()
+    assert "failed: 2 x HTTP 503" in shown.out
+    assert "boom" in shown.out
+    assert phases(shown.err) == [
+        *("importing modules", "making the workload", f"asking {mock.url} for its models", "measuring"),
+    ]
+    assert lines(shown.err)[-1].startswith("measuring: 7 of 7, 6 failed, in ")
+    assert lines(shown.out) == []
 
 
 def test_concurrency_is_bounded_and_reached(mock, tmp_path):

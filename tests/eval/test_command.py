@@ -1,6 +1,8 @@
 """A pair that recites through the whole command, once."""
 
 import json
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 
 import pytest
 
@@ -12,6 +14,7 @@ from dflash_jax.eval.compare import Cell
 from dflash_jax.eval.conversations import Answer, Run
 from dflash_jax.eval.report import is_lossy
 from tests.pairs import RECITER
+from tests.phases import lines, phases
 
 PAIR = ["--model", str(RECITER / "target"), "--draft-model", str(RECITER / "draft")]
 RECITED = "You may reproduce and distribute copies of the"
@@ -19,14 +22,21 @@ PNG = b"\x89PNG"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def run_once(tmp_path_factory):
+    """Folder, standard output and standard error."""
     folder = tmp_path_factory.mktemp("eval")
-    lines = [{"prompt": RECITED}, {"prompt": "7. Disclaimer of Warranty. Unless required by"}]
-    (folder / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    prompts = [{"prompt": RECITED}, {"prompt": "7. Disclaimer of Warranty. Unless required by"}]
+    (folder / "lines.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     options = ["--dataset", folder / "lines.jsonl", "--temperature", 0, 1, "--num-speculative-tokens", 15, "auto"]
     options += ["--max-tokens", 20, "--max-num-seqs", 1, "--max-model-len", 64, "--output", folder / "out" / "here"]
-    assert main(["acceptance", *PAIR, *map(str, options), "--no-compile-at-start"]) == 0
-    return folder / "out" / "here"
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        assert main(["acceptance", *PAIR, *map(str, options), "--no-compile-at-start"]) == 0
+    return folder / "out" / "here", out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(run_once):
+    return run_once[0]
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +51,29 @@ def test_the_result_says_how_it_came_about(result):
     assert result["engine"]["dtype"] == "float32"
     assert (result["engine"]["max_num_seqs"], result["settings"]["seed"]) == (1, 0)
     assert result["model"] == str(RECITER / "target")
+
+
+def test_progress_is_on_standard_error_and_results_are_on_standard_output(run_once):
+    folder, out, err = run_once
+    data = folder.parents[1] / "lines.jsonl"
+    cells = {drafts: [f"{data} at temperature {t}, {drafts} drafts" for t in (0, 1)] for drafts in (15, "auto")}
+    assert phases(err) == [
+        *("importing modules", "finding the models", "loading the tokenizer", f"reading {data}"),
+        *(
+            what
+            for drafts in (15, "auto")
+            for what in (
+                f"loading the models for {drafts} drafts",
+                *(f"{does} {cell}" for cell in cells[drafts] for does in ("warming up for", "answering")),
+            )
+        ),
+        "drawing plots",
+    ]
+    for cell in (*cells[15], *cells["auto"]):
+        (last,) = (line for line in lines(err) if line.startswith(f"answering {cell}: 4 of 4"))
+        assert ", with the drafter, in 0:00:" in last
+    assert lines(out) == []
+    assert out.lstrip().startswith("acceptance length")
 
 
 def test_there_is_a_cell_for_each_combination(result):

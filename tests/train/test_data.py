@@ -1,6 +1,7 @@
 """Training data: what is made, that a run which was stopped goes on as if it had not been, and what is refused."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -8,15 +9,17 @@ import pytest
 
 from dflash_jax import LLM, ConfigError, SamplingParams
 from dflash_jax.checkpoint.tokenizer import Tokenizer
-from dflash_jax.train.data import Sample, __main__, read_jsonl, read_shards, run
+from dflash_jax.train.data import command, run
 from dflash_jax.train.data.complete import complete, complete_parts
 from dflash_jax.train.data.folder import MANIFEST, DataFolder, read_manifest
 from dflash_jax.train.data.options import DataOptions
 from dflash_jax.train.data.prompts import drop_duplicates, parse_prompts
 from dflash_jax.train.data.run import make_data, reason_to_drop
 from dflash_jax.train.data.self_prompts import user_header
+from dflash_jax.train.data.shards import Sample, read_jsonl, read_shards
 from dflash_jax.train.repetition import repeated_ngrams
 from tests.pairs import BYTE_VOCABULARY, EOS, TARGET, write_byte_tokenizer, write_model
+from tests.phases import phases
 
 LINES = [
     {"messages": [{"role": "user", "content": "Hello"}]},
@@ -349,7 +352,7 @@ def test_reads_what_others_made(model, tmp_path):
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_loaded(tmp_path, capsys, flags, fault):
-    assert __main__.main(["--out", str(tmp_path / "out"), *flags]) == 2
+    assert command.main(["--out", str(tmp_path / "out"), *flags]) == 2
     assert fault in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -357,12 +360,19 @@ def test_wrong_options_are_refused_before_anything_is_loaded(tmp_path, capsys, f
 def test_command_line(model, tmp_path, capsys, options, monkeypatch):
     flags = ["--model", str(model), "--out", str(tmp_path / "out"), "--prompts", str(options.prompts[0])]
     sizes = ["--max-model-len", "64", "--max-num-seqs", "4", "--max-tokens", "4", "--max-prompts", "2"]
-    assert __main__.main([*flags, *sizes]) == 0
+    assert command.main([*flags, *sizes]) == 0
+    shown = capsys.readouterr()
+    assert phases(shown.err) == [
+        *("finding the models", f"checking {tmp_path / 'out'}", "loading the models", "reading the prompts"),
+        *("tokenising the prompts", "answering"),
+    ]
+    assert re.search(r"answering: 2 of 2, [\d,]+ tokens/s, in 0:00:", shown.err)
+    assert "answering" not in shown.out
     assert check_counts(tmp_path / "out")["responses"] == 2
     arguments = read_manifest(tmp_path / "out").arguments
     assert arguments["max_model_len"] == 64
     assert len(arguments["weights_sha256"]) == 64
-    monkeypatch.setattr(__main__, "LLM", None)  # what is complete needs no model
-    assert __main__.main([*flags, *sizes]) == 0
-    assert __main__.main([*flags, *sizes, "--seed", "5"]) == 2
+    monkeypatch.setattr(command, "LLM", None)  # what is complete needs no model
+    assert command.main([*flags, *sizes]) == 0
+    assert command.main([*flags, *sizes, "--seed", "5"]) == 2
     assert "begun with seed=0, now it is 5" in capsys.readouterr().err

@@ -19,13 +19,14 @@ import pytest
 
 from dflash_jax import LLM, ConfigError, SamplingParams
 from dflash_jax.train import loop
-from dflash_jax.train.__main__ import parse
 from dflash_jax.train.checkpoints import Checkpoints
+from dflash_jax.train.command import parse
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data.shards import Sample
 from dflash_jax.train.evaluation import BEGINNING, prompt_of
 from dflash_jax.train.loop import load_pair, make_pace, train
 from dflash_jax.train.state import init_state, learning_rate, make_mesh, make_optimizer
+from tests.phases import phases
 
 TARGET = Path(__file__).parents[1] / "pair" / "target"
 PROMPTS = ("7. Disclaimer of Warranty. Unless required by", "You may reproduce and distribute copies of the")
@@ -177,18 +178,26 @@ def test_kill_in_the_middle_of_a_save_loses_nothing(data, tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [(4, 1), (2, 2)], ids=["dp4", "dp2-tp2"])
-def test_several_devices_learn_the_same_and_measure_it(data, tmp_path, sizes):
+def test_several_devices_learn_the_same_and_measure_it(data, tmp_path, sizes, capsys):
     options = {"stop_at": 2, "eval_samples": 1, "eval_max_tokens": 16, "eval_every": 1}
     alone = config_of(data, tmp_path / "one", **options)
     split = config_of(data, tmp_path / "many", **options, data_parallel_size=sizes[0], tensor_parallel_size=sizes[1])
     train(alone)
+    assert phases(capsys.readouterr().err) == [
+        *("starting the devices", "finding the models", "loading the models", "reading samples"),
+        *("making the drafter", "compiling the step", "training steps", "loading the drafter into the engine"),
+        *("measuring with the engine", "step 1", "step 2", "writing the drafter"),
+    ]
     train(split)
+    shown = capsys.readouterr()
+    assert "training steps: 2 of " in shown.err
+    assert shown.out == ""
     np.testing.assert_allclose(losses(tmp_path / "one"), losses(tmp_path / "many"), rtol=1e-5)
     assert [line["kind"] for line in log_of(tmp_path / "many")] == ["train", "eval"] * 2
 
 
 def test_a_measure_that_fails_costs_nothing_that_was_learnt(data, tmp_path, monkeypatch):
-    def fail(folder):
+    def fail(folder, now):
         raise RuntimeError("no memory for an engine")
 
     monkeypatch.setattr(loop, "Evaluator", lambda *args: fail)
@@ -197,7 +206,7 @@ def test_a_measure_that_fails_costs_nothing_that_was_learnt(data, tmp_path, monk
     log = log_of(tmp_path / "draft")
     with contextlib.closing(Checkpoints(tmp_path / "draft" / "training" / "checkpoints")) as checkpoints:
         assert checkpoints.latest == log[-1]["step"] > 2
-    monkeypatch.setattr(loop, "Evaluator", lambda *args: lambda folder: {"acceptance_length": 1.0})
+    monkeypatch.setattr(loop, "Evaluator", lambda *args: lambda folder, now: {"acceptance_length": 1.0})
     for name in ("draft", "whole"):
         train(config_of(data, tmp_path / name, eval_samples=1))
     assert weights(tmp_path / "draft") == weights(tmp_path / "whole")

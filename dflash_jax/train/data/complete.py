@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dflash_jax.core import CompletionOutput, SamplingParams
 from dflash_jax.engine.sequence import Sequence as Completing
 from dflash_jax.llm import LLM
-from dflash_jax.train.data.progress import Advance
 
+Advance = Callable[[int, int], None]  # told how many completions have ended, and how many tokens have come
 Part = tuple[Sequence[Sequence[int]], Sequence[SamplingParams]]  # prompts, and how each is completed
 
 

@@ -13,6 +13,7 @@ from dflash_jax.core import Prompt
 from dflash_jax.engine.request import tokenize
 from dflash_jax.errors import ConfigError, RequestError
 from dflash_jax.frontend import Frontend
+from dflash_jax.progress import phase
 from dflash_jax.train.data.files import json_lines, read_bytes
 
 KINDS = ("messages", "prompt", "prompt_token_ids")
@@ -142,13 +143,15 @@ def tokenize_prompts(
     """
     looked_at = 0
     kept: list[TokenizedPrompt] = []
-    for prompt in prompts:
-        if len(kept) == most:
-            break
-        looked_at += 1
-        token_ids = _token_ids(prompt, frontend, chat_template_kwargs)
-        if len(token_ids) < frontend.config.max_model_len:
-            kept.append(TokenizedPrompt(token_ids, prompt.source))
+    with phase("tokenising the prompts", len(prompts) if most is None else min(most, len(prompts))) as now:
+        for prompt in prompts:
+            if len(kept) == most:
+                break
+            looked_at += 1
+            token_ids = _token_ids(prompt, frontend, chat_template_kwargs)
+            if len(token_ids) < frontend.config.max_model_len:
+                kept.append(TokenizedPrompt(token_ids, prompt.source))
+                now.advance()
     return kept, {"prompts_too_long": looked_at - len(kept), "prompts_unused": len(prompts) - looked_at}
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from dflash_jax.checkpoint.tokenizer import TOKENIZER_FILES
 from dflash_jax.core import CompletionOutput
 from dflash_jax.llm import LLM
+from dflash_jax.progress import phase
 from dflash_jax.train.data.complete import Part, complete_parts
 from dflash_jax.train.data.folder import DataFolder
 from dflash_jax.train.data.options import DataOptions, shards_of
-from dflash_jax.train.data.progress import progress
 from dflash_jax.train.data.prompts import TokenizedPrompt, drop_duplicates, read_prompts, tokenize_prompts
 from dflash_jax.train.data.self_prompts import make_prompts
 from dflash_jax.train.data.shards import Response
@@ -48,8 +48,8 @@ def make_data(llm: LLM, options: DataOptions, folder: DataFolder) -> None:
         jobs = zip(numbers, jobs_of(numbers), strict=True)
         return [prompt.token_ids for prompt, _ in jobs_of(numbers)], [options.answer_params(t, i) for i, (_, t) in jobs]
 
-    with progress("answering", sum(len(numbers) for _, numbers in missing)) as advance:
-        completed = complete_parts(llm, (part_of(numbers) for _, numbers in missing), advance)
+    with phase("answering", sum(len(numbers) for _, numbers in missing)) as now:
+        completed = complete_parts(llm, (part_of(numbers) for _, numbers in missing), now.advance)
         for (name, numbers), outputs in zip(missing, completed, strict=True):
             folder.add_shard(name, *responses_of(jobs_of(numbers), outputs, options))
     folder.finish()
@@ -60,8 +60,9 @@ def _prompts(llm: LLM, options: DataOptions, folder: DataFolder) -> tuple[list[T
     if options.self_prompts:
         unique, counts = make_prompts(llm, options, folder)
     else:
-        read = read_prompts(options.prompts)
-        unique = drop_duplicates(read)
+        with phase("reading the prompts"):
+            read = read_prompts(options.prompts)
+            unique = drop_duplicates(read)
         counts = {"prompts_read": len(read), "prompts_duplicate": len(read) - len(unique)}
     prompts, more = tokenize_prompts(
         unique, llm.frontend, most=options.max_prompts, chat_template_kwargs=options.chat_template_kwargs

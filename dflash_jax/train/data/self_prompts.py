@@ -14,10 +14,10 @@ from dflash_jax.core import CompletionOutput
 from dflash_jax.errors import ConfigError
 from dflash_jax.frontend import Frontend
 from dflash_jax.llm import LLM
-from dflash_jax.train.data.complete import complete
+from dflash_jax.progress import phase
+from dflash_jax.train.data.complete import Advance, complete
 from dflash_jax.train.data.folder import DataFolder
 from dflash_jax.train.data.options import DataOptions
-from dflash_jax.train.data.progress import Advance, progress
 from dflash_jax.train.data.prompts import SourcePrompt, key_of, parse_prompts
 
 SELF = "self"
@@ -54,7 +54,7 @@ def make_prompts(llm: LLM, options: DataOptions, folder: DataFolder) -> tuple[li
     kept: dict[bytes, SourcePrompt] = {}
     counts: Counter[str] = Counter()
     wanted = options.self_prompts
-    with progress("making prompts", wanted) as advance:
+    with phase("making prompts", wanted) as now:
         for number in count():
             attempts = counts["prompts_read"]
             if len(kept) >= wanted or attempts >= MOST_ATTEMPTS * wanted:
@@ -62,12 +62,12 @@ def make_prompts(llm: LLM, options: DataOptions, folder: DataFolder) -> tuple[li
             name = f"prompts-{number:05d}.jsonl"
             if name not in folder.manifest.prompts:
                 size = min(options.shard_size, max((wanted - len(kept)) * 5 // 4, FEWEST_ATTEMPTS))
-                lines, found = _attempt(llm, options, range(attempts, attempts + size), kept, advance)
+                lines, found = _attempt(llm, options, range(attempts, attempts + size), kept, now.advance)
                 folder.add_prompts(name, lines, found)
             counts.update(folder.manifest.prompts[name].counts)
             new = parse_prompts(folder.read_prompts(name), str(folder.path / name), SELF)
             kept |= {key_of(prompt): prompt for prompt in new}
-            advance(len(new), 0)
+            now.advance(len(new))
     if not kept:
         raise ConfigError(
             f"none of {counts['prompts_read']} prompts that the model made ended within "

@@ -1,0 +1,88 @@
+"""The options of `python -m dflash_jax.train`, and what it does."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dflash_jax.errors import ConfigError, DFlashError
+from dflash_jax.train.config import TrainConfig, options_of
+from dflash_jax.train.loop import train
+
+LISTS = ("data", "layer_types", "target_layer_ids")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """A flag for each field of `TrainConfig`, and `--config`; what is not given stays away from the result."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash_jax.train",
+        description="Train a DFlash drafter for a target.",
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", type=Path, help="preset: a YAML file of these options; flags come before it")
+    helps = _attribute_docs()
+    for field in fields(TrainConfig):
+        default = "" if field.default is MISSING or field.default is None else f" (default: {field.default})"
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=_type_of(field),
+            nargs="+" if field.name in LISTS else None,
+            help=(helps[field.name] + default).replace("%", "%%"),
+        )
+    return parser
+
+
+def _type_of(field: Field[Any]) -> type:
+    kind = str(field.type)
+    return next((t for name, t in (("int", int), ("float", float)) if re.search(rf"\b{name}\b", kind)), str)
+
+
+def _attribute_docs() -> dict[str, str]:
+    """What the docstring of `TrainConfig` says of each field."""
+    text = inspect.getdoc(TrainConfig) or ""
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE)
+    return {name: " ".join(said.split()) for name, said in entries}
+
+
+def parse(arguments: list[str] | None = None) -> TrainConfig:
+    """The options of a run: flags, then the preset, then defaults.
+
+    Raises:
+        ConfigError: the preset cannot be read, or an option is unknown, missing or impossible.
+    """
+    given = vars(build_parser().parse_args(arguments))
+    path = given.pop("config", None)
+    preset = {} if path is None else options_of(_read_preset(path), path)
+    options = preset | {name: tuple(value) if name in LISTS else value for name, value in given.items()}
+    missing = [name for name in ("target", "data", "out") if name not in options]
+    if missing:
+        raise ConfigError(f"--{missing[0]} is missing; give it as a flag or in the preset.")
+    return TrainConfig(**options)
+
+
+def _read_preset(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--config={str(path)!r} cannot be read ({reason}); give a file of YAML.") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"--config={str(path)!r} holds no options; give a YAML file of 'option: value' lines.")
+    return raw
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run; returns the exit status."""
+    try:
+        print(train(parse(arguments)))
+    except DFlashError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
