@@ -25,7 +25,7 @@ FLAGS: dict[str, dict[str, Any]] = {  # by the name in `EngineArgs`
     "enable_prefix_caching": {"action": ON_OFF, "help": "keep pages of past prompts"},
     "gpu_memory_utilization": {"type": float, "help": "share of its memory"},
     "kv_cache_memory_bytes": {"type": int, "help": "memory for the KV cache; overrides the share"},
-    "compile_at_start": {"action": ON_OFF, "help": "compile every step before the first request"},
+    "compile_at_start": {"action": ON_OFF, "help": "compile every program before the first request"},
 }
 
 

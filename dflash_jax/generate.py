@@ -12,16 +12,15 @@ from dflash_jax.bench.acceptance import of_engine
 from dflash_jax.bench.report import histogram_lines
 from dflash_jax.core import Prompt, RequestOutput, SamplingParams
 from dflash_jax.errors import ConfigError, DFlashError
-from dflash_jax.flags import add_engine_arguments, engine_options
-from dflash_jax.frontend import resolve_folders
+from dflash_jax.flags import add_engine_arguments
 from dflash_jax.llm import LLM
-from dflash_jax.progress import announce, phase
+from dflash_jax.loading import find_models, load_llm
+from dflash_jax.progress import phase
 
 EMBEDDED_PROMPT = (
     'class Node:\n    """A node of a binary tree."""\n\n    def __init__(self, value, left=None, right=None):\n'
 )
 WARM_UP_TOKENS = 32  # before a request alone
-MOST_WARM_UPS = 3  # before a comparison, each as long as the request
 
 
 @dataclass(frozen=True)
@@ -79,15 +78,14 @@ def main(arguments: list[str] | None = None) -> int:
     args, console = parse_args(arguments), Console(stderr=True)
     try:
         llm = load(args)
-        with phase("warming up"):
+        with phase("warming up") as now:
             prompt, params = _prompt(args, llm), sampling_params(args)
             plain_params = replace(params, speculation=False)
-            if args.compare:
-                warm_up(llm, prompt, params)
-                warm_up(llm, prompt, plain_params)
-            else:
+            for each in (params, plain_params) if args.compare else (params,):
+                if args.compare:
+                    llm.compile(prompt, each, within=now.within)
                 most = min(args.max_tokens, WARM_UP_TOKENS)
-                llm.generate(prompt, replace(params, max_tokens=most, min_tokens=min(args.min_tokens, most)))
+                llm.generate(prompt, replace(each, max_tokens=most, min_tokens=min(args.min_tokens, most)))
         run = generate(llm, prompt, params, show=True, as_text=args.prompt_token_ids is None)
         plain = generate(llm, prompt, plain_params, show=False) if args.compare else None
         console.print(f"\n{summary(run, plain, block=llm.config.num_speculative_tokens + 1)}", highlight=False)
@@ -104,10 +102,7 @@ def load(args: argparse.Namespace) -> LLM:
         ConfigError: an option is impossible, or there is no drafter to compare with.
         CheckpointError: a model cannot be loaded.
     """
-    announce("finding the models")
-    folders = resolve_folders(args.model, args.draft_model)
-    with phase("loading the models"):
-        llm = LLM(*folders, **engine_options(args))
+    llm = load_llm(args, find_models(args))
     if args.compare and not llm.config.num_speculative_tokens:
         raise ConfigError(f"--compare: {args.model} runs without a drafter already; give --draft-model.")
     return llm
@@ -130,19 +125,6 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         stop=args.stop,
         ignore_eos=args.ignore_eos,
     )
-
-
-def warm_up(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
-    """Run a request until nothing is compiled for it any more: the length of a round is tried when it seems to pay.
-
-    Raises:
-        RequestError: the prompt or its parameters cannot be served.
-    """
-    for _ in range(MOST_WARM_UPS):
-        before = llm.engine.num_compiles
-        llm.generate(prompt, params)
-        if llm.engine.num_compiles == before:
-            return
 
 
 def generate(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool, as_text: bool = True) -> Run:

@@ -12,9 +12,11 @@ from tqdm import tqdm
 
 from dflash_jax.config import EngineArgs
 from dflash_jax.core import Prompt, RequestOutput, SamplingParams
+from dflash_jax.engine.inputs import load_of
 from dflash_jax.engine.request import Request, one_each
 from dflash_jax.errors import RequestError
 from dflash_jax.frontend import load, load_other_draft
+from dflash_jax.progress import Begin, phase
 from dflash_jax.renderer import Message
 
 
@@ -48,6 +50,30 @@ class LLM:
             RuntimeError: something waits, runs or is in flight.
         """
         self.engine.replace_draft(load_other_draft(draft_model, self.engine))
+
+    def compile(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        within: Begin = phase,
+    ) -> None:
+        """Compile what `generate` needs for these prompts and parameters, and show how far that is.
+
+        Without it each program is compiled when it is first needed, beside what already runs.
+
+        Args:
+            prompts: as for `generate`.
+            sampling_params: likewise.
+            within: begins the phase of a command that shows it.
+
+        Raises:
+            RequestError: a prompt or its parameters cannot be served.
+        """
+        requests = self._requests(prompts, sampling_params)
+        sequences = [sequence for request in requests for sequence in request.sequences]
+        if sequences:
+            self.engine.compile(load_of(sequences), within=within)
 
     def generate(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,6 +27,7 @@ DRAWS_PER_SECOND = 2  # on a terminal; drawing takes time from what is measured
 TOLD_EVERY, TOLD_AT_LEAST_EVERY = 10.0, 60.0  # seconds between the lines of one phase elsewhere, which grow
 BAR_WIDTH = 20
 Part = TypeVar("Part")
+Begin = Callable[[str, int], AbstractContextManager["Phase"]]  # begins a phase of so many parts
 
 
 @dataclass(eq=False)

@@ -16,7 +16,6 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from dflash_jax.config.engine import DRAFT_QUANTIZATIONS
 from dflash_jax.engine.adaptive import BlockLengths
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.model import Model, quantized
+from dflash_jax.engine.shapes import Load
 from dflash_jax.engine.sharding import Mesh
 from dflash_jax.env import claim_device_memory, enable_compilation_cache
 from pallas_kernels.timing import save
@@ -53,21 +53,15 @@ class CountedLengths(BlockLengths):
 
 
 def compile_for(engine: Engine, batches: list[int], context: int, tokens: int) -> None:
-    """Leave the engine the shapes that this load needs, and compile these alone."""
-    pages = engine.layout.pages_for(context + tokens + 2 * engine.spec.block)
-    shapes = engine.shapes
-    width = max(size for size in shapes.chunks if size <= max(context, shapes.chunks[0]))
-    engine.shapes = replace(
-        shapes, batches=tuple(sorted({1, *batches})), chunks=(width,), tables=(shapes.table(pages),)
-    )
-    engine.compile()
+    """Compile the programs that this load needs, and these alone."""
+    engine.compile(Load(max(batches), frozenset({context}), context + tokens, frozenset({"greedy"})))
 
 
 def run(engine: Engine, batch: int, context: int, tokens: int, *, speculation: bool) -> dict[str, Any]:
     """Decode `tokens` for each of a batch of random prompts; times the second half, when all decode."""
     sequences = random_sequences(batch, context, tokens, engine.spec.target.vocab_size, speculation=speculation)
     engine.add(sequences)
-    lengths = engine.lengths
+    lengths = engine.planner.lengths
     half = None
     intervals, last, emitted = [], 0.0, 0
     while not engine.is_idle:
@@ -114,8 +108,8 @@ def measure(name: str, models: Seq[Model], args: argparse.Namespace) -> list[dic
     row = {"speculation": name, "start_s": time.perf_counter() - started}
     rows = []
     for repeat in range(args.repeats):
-        if engine.lengths is not None:
-            engine.lengths = CountedLengths(engine.shapes.lengths, config.max_num_seqs)
+        if engine.planner.lengths is not None:
+            engine.planner.lengths = CountedLengths(engine.shapes.lengths, config.max_num_seqs)
         for batch in args.batches:
             engine.scheduler.flush_cache()
             found = run(engine, batch, args.context, args.tokens, speculation=name != "unused")

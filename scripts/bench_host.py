@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,13 +39,15 @@ from safetensors.numpy import save_file
 from dflash_jax import SamplingParams
 from dflash_jax.config import EngineArgs, draft_config, target_config
 from dflash_jax.engine import engine as host
-from dflash_jax.engine import round as steps
 from dflash_jax.engine.adaptive import BlockLengths
+from dflash_jax.engine.planner import Planner
+from dflash_jax.engine.programs import Program, Programs
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.runner import ModelRunner
 from dflash_jax.engine.scheduler import Scheduler
 from dflash_jax.engine.sequence import Sequence
-from dflash_jax.engine.state import Emitted, Logprobs
+from dflash_jax.engine.sharding import Mesh
+from dflash_jax.engine.state import Emitted, FlatParams, Logprobs
 from dflash_jax.frontend import EMBEDDED, load
 from dflash_jax.models.tables import checkpoint_shape, checkpoint_table
 
@@ -144,7 +146,8 @@ PARTS = {  # by name: whose attribute does it
     "admit": (Scheduler, "admit"),
     "prefill": (host.Engine, "_enqueue_chunk"),
     "reserve": (host.Engine, "_reserve_rounds"),
-    "choose": (BlockLengths, "choose"),
+    "plan": (Planner, "round"),
+    "choose": (BlockLengths, "choose_ready"),
     "tables": (host, "tables_of"),
     "round": (ModelRunner, "greedy_round"),
     "commit": (ModelRunner, "commit"),
@@ -161,32 +164,47 @@ DEVICE = "device"  # what stands in for it: not the host's
 
 
 class Stubs:
-    """Steps of the signatures of `dflash_jax.engine.round` that take what they are given and compute nothing."""
+    """Steps that take what they are given and compute nothing, in the place of compiled programs."""
 
     def __init__(self, clock: Clock, text: list[int], tokens: int, rng: np.random.Generator):
         self._text, self._tokens, self._rng = np.array(text, np.int32), tokens, rng
-        self._dispatch = clock.timed(DISPATCH, nothing)
+        self._dispatch = clock.timed(DISPATCH, self._dispatched)
         self._emit = clock.timed(DEVICE, self._emitted)
 
-    def draft(self, params, slots, caches, tables, *, spec):
-        return ready(len(tables.packed), spec.block), self._dispatch((params, slots, tables), caches)
+    def call(self, program: Program, *arguments: Any) -> Any:
+        """Stand in for `Program.__call__`."""
+        return getattr(self, program.step)(program, *arguments)
 
-    def verify(self, params, slots, caches, tables, block, *, spec, length):
+    def draft(self, program, params, slots, caches, tables):
+        return ready(len(tables.packed), BLOCK), self._dispatch((params, slots, tables), caches)
+
+    def verify(self, program, params, slots, caches, tables, block):
         caches = self._dispatch((params, slots, tables, block), caches)
-        return ready(len(tables.packed), length, 1), caches
+        return ready(len(tables.packed), program.static["length"], 1), caches
 
-    def greedy_round(self, params, slots, caches, tables, *, spec, length, confirm):
+    def greedy_round(self, program, params, slots, caches, tables):
         slots, caches = self._dispatch((params, tables), (slots, caches))
-        return slots, caches, self._emit(len(tables.packed), length, False)
+        return slots, caches, self._emit(len(tables.packed), program.static["length"], False)
 
-    def prefill(self, params, slots, caches, chunk, *, spec):
+    def catch_up(self, program, params, slots, cache, features, tables, deferred):
+        return self._dispatch((params, slots, features, tables, deferred), cache)
+
+    def prefill(self, program, params, slots, caches, chunk):
         slots, caches = self._dispatch((params, chunk), (slots, caches))
         rows, width = chunk.tokens.shape
         return slots, caches, ready(rows, width, 1), ready(rows, 1, 1)
 
-    def commit(self, params, slots, controls, rows, hidden, block, sampler, allowed, *, with_logprobs, **static):
+    def commit(self, program, params, slots, controls, rows, hidden, block, sampler, allowed, needed):
         slots, controls = self._dispatch((params, rows, hidden, block, sampler, allowed), (slots, controls))
-        return slots, controls, self._emit(*hidden.shape[:2], with_logprobs)
+        return slots, controls, self._emit(*hidden.shape[:2], program.static["mode"] == "reported")
+
+    def _dispatched(self, given: Any, state: Any) -> Any:
+        """Hand flat arrays to an empty program, as `Program.__call__` does, and give the donated ones back."""
+        first, *others = given
+        parameters = first.leaves if isinstance(first, FlatParams) else jax.tree.leaves(first)
+        donated, structure = jax.tree.flatten(state)
+        leaves = [*parameters, *jax.tree.leaves(others), *donated]
+        return structure.unflatten(nothing(len(leaves), len(donated))(*leaves))
 
     def _emitted(self, rows: int, length: int, with_logprobs: bool) -> Emitted:
         """Tokens of the text in any order: new arrays each time, since an array that was read once is read for free."""
@@ -201,10 +219,22 @@ class Stubs:
         return jax.block_until_ready(jax.device_put(Emitted.of(tokens, count, logprobs)))
 
 
-@partial(jax.jit, donate_argnames="state", keep_unused=True)
-def nothing(given: Any, state: Any) -> Any:
-    """An empty program, which takes arrays and gives the donated ones back."""
-    return state
+@cache
+def nothing(number: int, donated: int) -> Any:
+    """An empty program, which takes so many arrays and gives the last ones back, which are donated."""
+    last = range(number - donated, number)
+    return jax.jit(lambda *leaves: [leaves[i] for i in last], donate_argnums=tuple(last), keep_unused=True)
+
+
+def found_compiled(find: Callable[..., Program]) -> Callable[..., Program]:
+    """`Programs.find`, whose programs seem to be compiled."""
+
+    def found(*arguments: Any) -> Program:
+        program = find(*arguments)
+        program.executable = nothing
+        return program
+
+    return found
 
 
 @cache
@@ -230,10 +260,11 @@ def write_pair(folder: Path) -> tuple[Path, Path]:
 def measure(case: Case, pair: tuple[Path, Path], args: argparse.Namespace, profiler: cProfile.Profile | None) -> dict:
     """Run a case; milliseconds a round, as a whole and by part."""
     rng = np.random.default_rng(args.seed)
-    frontend, engine = load(
-        *pair,
-        EngineArgs(max_num_seqs=args.slots, num_speculative_tokens=case.drafts, kv_cache_memory_bytes=1 << 30),
-    )
+    with mock.patch.object(Mesh, "is_cpu", False):  # rounds as accelerators run them
+        frontend, engine = load(
+            *pair,
+            EngineArgs(max_num_seqs=args.slots, num_speculative_tokens=case.drafts, kv_cache_memory_bytes=1 << 30),
+        )
     assert frontend.tokenizer is not None
     text = frontend.tokenizer.encode((ROOT / "LICENSE").read_text(encoding="utf-8"))
     enough = 2 * BLOCK + int(1.2 * args.tokens * (WARM_UP + args.rounds))
@@ -257,8 +288,8 @@ def measure(case: Case, pair: tuple[Path, Path], args: argparse.Namespace, profi
         for part, (whose, name) in PARTS.items():
             patches.enter_context(mock.patch.object(whose, name, clock.timed(part, getattr(whose, name))))
         stubs = Stubs(clock, text, args.tokens, rng)
-        for name in ("greedy_round", "draft", "verify", "commit", "prefill"):
-            patches.enter_context(mock.patch.object(steps, name, getattr(stubs, name)))
+        patches.enter_context(mock.patch.object(Program, "__call__", lambda *arguments: stubs.call(*arguments)))
+        patches.enter_context(mock.patch.object(Programs, "find", found_compiled(Programs.find)))
         step = clock.timed("rest", step)
         for _ in range(args.slots):
             request()
@@ -279,7 +310,7 @@ def measure(case: Case, pair: tuple[Path, Path], args: argparse.Namespace, profi
     totals = [sum(parts.values()) for parts in rounds]
     mean = {part: sum(parts.get(part, 0.0) for parts in rounds) / len(rounds) for part in (*PARTS, DISPATCH, "rest")}
     return {
-        "table_width": engine._table_width(engine.scheduler.running),
+        "table_width": engine.shapes.table(engine.planner._pages_of(engine.scheduler.running)),
         "median_ms": float(np.median(totals)),
         "without_dispatch_ms": float(np.median([sum(parts.values()) - parts[DISPATCH] for parts in rounds])),
         "p90_ms": float(np.percentile(totals, 90)),

@@ -14,7 +14,7 @@ from dflash_jax import LLM, SamplingParams
 from dflash_jax.cache.dense import DenseKVCache
 from dflash_jax.config import DraftConfig, TargetConfig, draft_config, target_config
 from dflash_jax.engine.inputs import mode_of_all
-from dflash_jax.engine.plans import PlannedRound
+from dflash_jax.engine.planner import PlannedRound
 from dflash_jax.engine.programs import Program
 from dflash_jax.models.tables import checkpoint_shape, checkpoint_table
 
@@ -128,9 +128,9 @@ def choose_lengths(monkeypatch, engine, choose) -> None:
     def next_round(running):
         rows, mode = engine.shapes.batch(len(running)), mode_of_all([r.sequence for r in running])
         length = choose(running)
-        return PlannedRound(running, rows, length, mode, engine._programs_of(running, rows, length, mode))
+        return PlannedRound(running, rows, length, mode, engine.planner.programs(running, rows, length, mode))
 
-    monkeypatch.setattr(engine, "_next_round", next_round)
+    monkeypatch.setattr(engine.planner, "round", next_round)
 
 
 def assert_empty(engine) -> None:

@@ -9,8 +9,9 @@ import pytest
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.cache import paged
 from dflash_jax.engine import round as steps
+from dflash_jax.engine.programs import programs
 from dflash_jax.models import parallel
-from tests.pairs import DRAFT, TARGET, prompt, write_model
+from tests.pairs import DRAFT, TARGET, around_step, prompt, write_model
 
 pytestmark = pytest.mark.gpu
 TOKEN = 5  # a bias makes every engine choose it, so that rounding cannot lead them apart
@@ -31,25 +32,24 @@ def hidden_states(folders, kv_cache_dtype, monkeypatch, implementation):
                 (parallel, "swiglu"),
             ):
                 patch.setattr(module, name, partial(getattr(module, name), implementation=implementation))
+        programs().clear()
+
+        def spy(run, *arguments):
+            out = run(*arguments)
+            found.append(np.asarray(out[0] if len(out) == 2 else out[-1], np.float32))
+            return out
+
         for name in ("verify", "prefill"):
-            original = getattr(steps, name)
-            original.clear_cache()
-
-            def spy(*arguments, original=original, **static):
-                out = original(*arguments, **static)
-                found.append(np.asarray(out[0] if len(out) == 2 else out[-1], np.float32))
-                return out
-
-            patch.setattr(steps, name, spy)
+            around_step(patch, name, spy)
 
         def draft(params, slots, cache, tables, *, spec):
-            return jnp.full((len(tables.packed), spec.block), TOKEN).at[:, 4].set(TOKEN + 1), cache
+            return jnp.full((len(tables.packed), spec.block), TOKEN, jnp.int32).at[:, 4].set(TOKEN + 1), cache
 
         patch.setattr(steps, "draft", draft)
         llm = LLM(*folders, kv_cache_dtype=kv_cache_dtype, max_num_seqs=2, max_num_batched_tokens=128)
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logit_bias={TOKEN: 100.0})
         prompts = [prompt(*[(i * i + k) % 60 for i in range(n)]) for k, n in enumerate((300, 300))]
-        llm.engine.lengths = None  # the whole block each round
+        llm.engine.planner.lengths = None  # the whole block each round
         outputs = llm.generate(prompts, params)
     assert all(set(output.outputs[0].token_ids) == {TOKEN} for output in outputs)
     return found

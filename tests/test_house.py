@@ -23,13 +23,14 @@ ARROWS = {
     "models": {"config", "errors", "pallas_kernels"},
     "cache": {"config", "errors", "pallas_kernels"},
     "checkpoint": {"models", "config", "core", "env", "errors"},
-    "engine": {"cache", "checkpoint", "models", "config", "core", "env", "errors", "pallas_kernels"},
+    "engine": {"progress", "cache", "checkpoint", "models", "config", "core", "env", "errors", "pallas_kernels"},
     "renderer": {"checkpoint", "config", "core", "errors"},
     "frontend": {"renderer", "engine", "checkpoint", "config", "core", "env", "errors"},
     "serve": {"frontend", "renderer", "engine", "checkpoint", "config", "core", "env", "errors"},
     "commands": {"errors"},
     "flags": {"config"},
     "bench": {
+        "loading",
         "commands",
         "flags",
         "progress",
@@ -44,9 +45,11 @@ ARROWS = {
         "errors",
         "pallas_kernels",
     },
+    "loading": {"flags", "frontend", "llm", "progress"},
     "async_llm": {"frontend", "engine", "config", "core", "errors"},
-    "llm": {"frontend", "renderer", "engine", "config", "core", "errors"},
+    "llm": {"progress", "frontend", "renderer", "engine", "config", "core", "errors"},
     "eval": {
+        "loading",
         "bench",
         "commands",
         "flags",
@@ -61,6 +64,7 @@ ARROWS = {
         "errors",
     },
     "train": {
+        "loading",
         "eval",
         "flags",
         "progress",
@@ -76,7 +80,7 @@ ARROWS = {
         "errors",
         "pallas_kernels",
     },
-    "generate": {"bench", "flags", "progress", "llm", "frontend", "config", "core", "errors"},
+    "generate": {"bench", "loading", "flags", "progress", "llm", "frontend", "config", "core", "errors"},
 }
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.engine import round as steps
+from dflash_jax.engine import acceptance
 from dflash_jax.engine.programs import programs
 from tests.pairs import golden_cases, golden_llm, greedy, prompt
 from tests.test_golden import assert_matches_reference
@@ -28,14 +28,14 @@ class Asked:
 
 @pytest.mark.parametrize("counts", [(0, 7, 3, 4, 5), (7,) * B, (2,) * B, (3, 4, 3, 4, 3)], ids=str)
 def test_halves_give_all_that_is_emitted(monkeypatch, counts):
-    monkeypatch.setattr(steps, "HALVED_ROWS", B * T)
+    monkeypatch.setattr(acceptance, "HALVED_ROWS", B * T)
     hidden = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, V), np.float32))
     wanted = hidden.argmax(-1)
     agrees = jnp.arange(T - 1) < jnp.array(counts)[:, None]
     drafts = jnp.where(agrees, wanted[:, :-1], (wanted[:, :-1] + 1) % V)
     target = Asked()
-    tokens, scores = steps.likeliest_tokens(target.likeliest, hidden, drafts, steps.accepted)
-    assert steps.accepted(tokens, drafts).tolist() == list(counts)
+    tokens, scores = acceptance.likeliest_tokens(target.likeliest, hidden, drafts, acceptance.accepted)
+    assert acceptance.accepted(tokens, drafts).tolist() == list(counts)
     for b, count in enumerate(counts):
         np.testing.assert_array_equal(tokens[b, : count + 1], wanted[b, : count + 1])
         np.testing.assert_array_equal(scores[b, : count + 1], hidden.max(-1)[b, : count + 1])
@@ -47,14 +47,14 @@ def test_halves_give_all_that_is_emitted(monkeypatch, counts):
 def test_few_rows_are_asked_for_at_once():
     target = Asked()
     hidden = jnp.zeros((2, T, V))
-    steps.likeliest_tokens(target.likeliest, hidden, jnp.zeros((2, T - 1), jnp.int32), steps.accepted)
+    acceptance.likeliest_tokens(target.likeliest, hidden, jnp.zeros((2, T - 1), jnp.int32), acceptance.accepted)
     assert target.rows == [(2 * T, None)]
 
 
 @pytest.fixture
 def always_halved(monkeypatch):
     """Compiled steps do not notice that the code behind them was patched."""
-    monkeypatch.setattr(steps, "HALVED_ROWS", 0)
+    monkeypatch.setattr(acceptance, "HALVED_ROWS", 0)
     programs().clear()
     yield
     programs().clear()

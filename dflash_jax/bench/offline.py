@@ -16,18 +16,19 @@ from dflash_jax.bench import report, workload
 from dflash_jax.bench.stats import RequestRecord
 from dflash_jax.bench.workload import SampleRequest
 from dflash_jax.core import Prompt, RequestOutput, SamplingParams
+from dflash_jax.env import runs_on_cpus
 from dflash_jax.errors import DFlashError
-from dflash_jax.flags import add_engine_arguments, engine_options
-from dflash_jax.frontend import resolve_folders
+from dflash_jax.flags import add_engine_arguments
 from dflash_jax.llm import LLM
-from dflash_jax.progress import announce, phase
+from dflash_jax.loading import find_models, load_llm
+from dflash_jax.progress import phase
 
 HELP = "run a workload through the engine in process and measure throughput and acceptance"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command: the engine's, the workload's and the report's."""
-    add_engine_arguments(parser, compile_at_start=True)
+    add_engine_arguments(parser, compile_at_start=None)
     workload.add_arguments(parser)
     report.add_arguments(parser)
 
@@ -40,11 +41,13 @@ def run(args: argparse.Namespace) -> int:
     """
     path = report.output_path(args)
     with phase("making the workload"):
-        load = workload.load(args, as_text=False)
-    announce("finding the models")
-    folders = resolve_folders(args.model, args.draft_model)
-    with phase("loading the models"):
-        llm = LLM(*folders, seed=args.seed, **engine_options(args))
+        number = workload.FEW_RANDOM if runs_on_cpus() else workload.MOST_RANDOM
+        load = workload.load(args, as_text=False, num_random=number)
+    llm = load_llm(args, find_models(args), seed=args.seed)
+    if args.compile_at_start is None:
+        with phase("preparing") as now:
+            prompts, params = ask(llm, [*load.warmups, *load.requests], args)
+            llm.compile(prompts, params, within=now.within)
     if load.warmups:
         with report.counting("warming up", len(load.warmups)) as advance:
             records, _ = complete_all(llm, load.warmups, args, advance)
@@ -72,12 +75,7 @@ def complete_all(
     advance: Callable[[RequestRecord], None],
 ) -> tuple[list[RequestRecord], list[RequestOutput]]:
     """Complete all requests; their records, times counting from the start, and their outputs."""
-    prompts = [_prompt(llm, request) for request in requests]
-    params = [
-        SamplingParams(temperature=args.temperature, max_tokens=request.output_len, ignore_eos=args.ignore_eos)
-        for request in requests
-    ]
-    outputs = llm.stream(prompts, params)  # which checks and tokenises them
+    outputs = llm.stream(*ask(llm, requests, args))  # which checks and tokenises them
     clock = time.perf_counter()
     records: dict[str, RequestRecord] = {}
     last: dict[str, RequestOutput] = {}
@@ -91,6 +89,18 @@ def complete_all(
     for number, request in zip(order, requests, strict=True):
         records[number].output_len = request.output_len
     return [records[number] for number in order], [last[number] for number in order]
+
+
+def ask(
+    llm: LLM, requests: Sequence[SampleRequest], args: argparse.Namespace
+) -> tuple[list[Prompt], list[SamplingParams]]:
+    """Prompts and sampling parameters of requests."""
+    prompts = [_prompt(llm, request) for request in requests]
+    params = [
+        SamplingParams(temperature=args.temperature, max_tokens=request.output_len, ignore_eos=args.ignore_eos)
+        for request in requests
+    ]
+    return prompts, params
 
 
 def _note(record: RequestRecord, output: RequestOutput, now: float) -> None:

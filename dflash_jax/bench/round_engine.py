@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from dflash_jax.core import CompletionOutput, SamplingParams
+from dflash_jax.engine.acceptance import accepted
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.round import accepted
 from dflash_jax.engine.scheduler import Running
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.errors import DFlashError

@@ -14,6 +14,7 @@ import numpy as np
 from dflash_jax.errors import ConfigError
 
 MOST_RANDOM = 1000  # prompts, unless told otherwise: vLLM's default
+FEW_RANDOM = 32  # the same of an engine on CPUs, which takes half a second for a prompt of 1,024 tokens
 # Short and common, so that most vocabularies have each of them as one token.
 COMMON_WORDS = (
     "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they which "
@@ -144,9 +145,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument("--dataset-name", default="random", choices=["random", "jsonl"], help="where prompts come from")
     group.add_argument("--dataset-path", type=Path, help="JSONL of prompt or messages, and perhaps output_tokens")
-    group.add_argument(
-        "--num-prompts", type=int, help=f"requests; without it, {MOST_RANDOM} random ones or one a line of the file"
-    )
+    by_default = f"{MOST_RANDOM} random ones ({FEW_RANDOM} offline on CPUs) or one a line of the file"
+    group.add_argument("--num-prompts", type=int, help=f"requests; without it, {by_default}")
     group.add_argument("--random-input-len", type=int, default=1024, help="tokens (or words, in text) of a prompt")
     group.add_argument("--random-output-len", type=int, default=128, help="most tokens of an answer")
     group.add_argument(
@@ -173,8 +173,13 @@ class Workload:
     warnings: list[str]
 
 
-def load(args: argparse.Namespace, *, as_text: bool) -> Workload:
-    """The workload of a command line; `as_text` has random prompts be words.
+def load(args: argparse.Namespace, *, as_text: bool, num_random: int = MOST_RANDOM) -> Workload:
+    """The workload of a command line.
+
+    Args:
+        args: of the command.
+        as_text: whether random prompts are words.
+        num_random: how many there are unless told otherwise.
 
     Raises:
         ConfigError: an option is out of range, or the file does not hold what it should.
@@ -194,7 +199,7 @@ def load(args: argparse.Namespace, *, as_text: bool) -> Workload:
         return random_requests(num, lengths, seed=seed, vocab_size=args.random_vocab_size, as_text=as_text)
 
     # Other prompts than those measured: a prefix cache must not know these.
-    return Workload(draw(args.num_prompts or MOST_RANDOM, args.seed), draw(args.num_warmups, args.seed + 1), [])
+    return Workload(draw(args.num_prompts or num_random, args.seed), draw(args.num_warmups, args.seed + 1), [])
 
 
 def _load_jsonl(args: argparse.Namespace) -> Workload:

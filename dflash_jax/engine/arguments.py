@@ -11,9 +11,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.checkpoint.loader import Params
 from dflash_jax.engine import round as steps
+from dflash_jax.engine.acceptance import Confirm
 from dflash_jax.engine.controls import set_controls
 from dflash_jax.engine.shapes import StepShape
-from dflash_jax.engine.state import ANY, CONTROLLED_MODES, Caches, Chunk, Controls, Sampler, Slots, StepSpec, Tables
+from dflash_jax.engine.state import (
+    ANY,
+    CONTROLLED_MODES,
+    Caches,
+    Chunk,
+    Controls,
+    FlatParams,
+    Sampler,
+    Slots,
+    StepSpec,
+    Tables,
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +41,7 @@ class State:
         sampler: of all slots.
     """
 
-    params: steps.FlatParams
+    params: FlatParams
     shared: tuple[Params, Params]
     slots: Slots
     caches: Caches
@@ -45,7 +57,7 @@ class Arguments:
     static: dict[str, Any]
 
 
-def arguments_of(shape: StepShape, state: State, spec: StepSpec, confirm: steps.Confirm) -> Arguments:
+def arguments_of(shape: StepShape, state: State, spec: StepSpec, confirm: Confirm) -> Arguments:
     """Arguments of one program; only shapes, dtypes and places of them mean anything.
 
     Args:

@@ -25,16 +25,16 @@ from dflash_jax.engine.inputs import chunk_of, masks_of, mode_of_all, slots_of, 
 from dflash_jax.engine.memory import log_capacity, plan_layout
 from dflash_jax.engine.model import Model
 from dflash_jax.engine.outputs import EmissionCounts, take_emitted, take_prompt_logprobs
-from dflash_jax.engine.plans import PlannedChunk, PlannedRound, catches_up, lacks_controls, left_of
+from dflash_jax.engine.planner import PlannedChunk, PlannedRound, Planner, lacks_controls
 from dflash_jax.engine.programs import compile_counter
-from dflash_jax.engine.progress import compiling
 from dflash_jax.engine.runner import ModelRunner
 from dflash_jax.engine.scheduler import Running, Scheduler
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.shapes import Load, Shapes, StepShape
 from dflash_jax.engine.sharding import Mesh
-from dflash_jax.engine.state import Emitted, SamplingMode, StepSpec, Tables
+from dflash_jax.engine.state import Emitted, StepSpec, Tables
 from dflash_jax.errors import QueueFullError
+from dflash_jax.progress import phase
 
 PATIENCE = 0.05  # seconds that a step waits for a program: commands and aborts come between two steps
 logger = logging.getLogger(__name__)
@@ -62,28 +62,32 @@ class Engine:
             on_cpu=mesh.is_cpu,
         )
         self.scheduler = Scheduler(self.layout, config.max_num_seqs)
-        self.lengths = BlockLengths(self.shapes.lengths, config.max_num_seqs) if config.adaptive_speculation else None
         self._emissions = EmissionCounts()
         self.runner = ModelRunner(target, draft, mesh=mesh, config=config, spec=self.spec, layout=self.layout)
+        lengths = BlockLengths(self.shapes.lengths, config.max_num_seqs) if config.adaptive_speculation else None
+        self.planner = Planner(self.shapes, self.layout, self.runner, lengths)
         self._forget_steps()
         self._compiled_at_start = compile_counter().count
         if mesh.is_accelerator if config.compile_at_start is None else config.compile_at_start:
             self.compile()
 
-    def compile(self, load: Load | None = None) -> None:
-        """Compile the programs that a load needs, all at once, and start to count what is compiled after that.
-
-        Shows a progress bar, or logs how far it is where nobody looks at a terminal.
+    def compile(
+        self, load: Load | None = None, *, within: Callable[..., AbstractContextManager[Phase]] = phase
+    ) -> None:
+        """Compile the programs that a load needs, several at a time, and count from now on what else is compiled.
 
         Args:
             load: None is any.
+            within: begins the phase of a command that shows how far this is.
         """
-        pages = None if load is None else self._pages_for(load.total_tokens)
-        shapes = self.shapes.programs(load, max_pages=pages)
-        began = time.perf_counter()
-        with compiling(len(shapes)) as advance:
-            self.runner.compile(shapes, advance)
-        logger.info("compiled %d programs in %.0f s", len(shapes), time.perf_counter() - began)
+        pages = None if load is None else self.planner.pages_for(load.total_tokens)
+        needed = self.shapes.programs(load, max_pages=pages)
+        missing = [shape for shape in needed if not self.runner.is_ready([shape])]
+        if missing:
+            began = time.perf_counter()
+            with within("compiling", len(missing)) as now:
+                self.runner.compile(missing, now.advance)
+            logger.info("compiled %d programs in %.0f s", len(missing), time.perf_counter() - began)
         self._compiled_at_start = compile_counter().count
 
     @property
@@ -179,8 +183,8 @@ class Engine:
             changed = self._recover(error)
         if self.is_idle:
             self.scheduler.check_integrity()
-            if self.lengths is not None:
-                self.lengths.end_batch()
+            if self.planner.lengths is not None:
+                self.planner.lengths.end_batch()
         return changed
 
     def _step(self) -> list[Sequence]:
@@ -188,15 +192,15 @@ class Engine:
         for running in self.scheduler.admit():
             running.sequence.started = running.sequence.started or now
             self.runner.start(running.slot, running.sequence)
-            if self.lengths is not None:
-                self.lengths.forget(running.slot)
+            if self.planner.lengths is not None:
+                self.planner.lengths.forget(running.slot)
         missing = self._enqueue_chunk()
         sequences, changed = self._reserve_rounds()
-        planned = self._next_round(sequences) if sequences else None
+        planned = self.planner.round(sequences) if sequences else None
         if planned is not None:
             changed += self._enqueue_round(planned)
         elif sequences:
-            missing = missing or self._missing_of_round(sequences)
+            missing = missing or self.planner.best_round(sequences)
         if missing and not self._in_flight:
             self.runner.wait(missing, PATIENCE)
         return changed + self._read(len(self._in_flight) - (planned is not None))
@@ -220,37 +224,15 @@ class Engine:
         pending = [r for r in self.scheduler.running if not r.is_prefilled]
         if not pending:
             return []
-        first = pending[0]
-        is_scored = first.sequence.wants_prompt_logprobs
-        pending = [first] if is_scored else [r for r in pending if not r.sequence.wants_prompt_logprobs]
-        wanted = self._chunk(pending, *self.shapes.chunk(len(pending), max(map(left_of, pending))))
-        chosen = wanted if self.runner.is_ready(wanted.programs) else self._ready_chunk(pending)
-        if chosen is not wanted:
-            coming = self._missing_of_round(wanted.running)
-            self.runner.request([*wanted.programs, *coming], is_urgent=chosen is None)
-        if chosen is None:
-            return wanted.programs
-        self._prefill(chosen)
+        if pending[0].sequence.wants_prompt_logprobs:
+            pending = pending[:1]
+        else:
+            pending = [r for r in pending if not r.sequence.wants_prompt_logprobs]
+        planned = self.planner.prefill(pending)
+        if planned is None:
+            return self.planner.best_prefill(pending).programs
+        self._prefill(planned)
         return []
-
-    def _chunk(self, pending: list[Running], rows: int, width: int) -> PlannedChunk:
-        """A prefill of the first of these prompts."""
-        pending = pending[:rows]
-        starting = [r if left_of(r) <= width and not r.sequence.output.token_ids else None for r in pending]
-        mode = mode_of_all([r.sequence for r in starting if r]) if any(starting) else None
-        is_scored, pages = pending[0].sequence.wants_prompt_logprobs, self._pages_of(pending)
-        programs = self.shapes.of_prefill(rows, width, pages, mode, is_scored=is_scored)
-        if any(lacks_controls(r) for r in pending):
-            programs.append(StepShape("set_controls"))
-        return PlannedChunk(pending, starting, rows, width, programs)
-
-    def _ready_chunk(self, pending: list[Running]) -> PlannedChunk | None:
-        """Of the prefills that are compiled, the one that processes most tokens and pads no more than three of four."""
-        widest = max(4 * max(map(left_of, pending)), self.shapes.chunks[0])
-        fitting = [(r, w) for r, w in self.shapes.prefills() if w <= widest and r <= 4 * len(pending)]
-        most_first = sorted(fitting, key=lambda size: -sum(min(left_of(r), size[1]) for r in pending[: size[0]]))
-        chunks = (self._chunk(pending, rows, width) for rows, width in most_first)
-        return next((chunk for chunk in chunks if self.runner.is_ready(chunk.programs)), None)
 
     def _prefill(self, planned: PlannedChunk) -> None:
         """Enqueue a prefill, and sample the first token behind each prompt that it ends."""
@@ -294,57 +276,6 @@ class Engine:
                     break
         return [r for r in rounds if r.may_emit] if was_short else rounds, changed
 
-    def _next_round(self, sequences: list[Running]) -> PlannedRound | None:
-        """The next round, of programs that are compiled; others that would be better are compiled meanwhile.
-
-        A round may have rows to spare, or another length than would be best. If no program takes all of the sequences,
-        those that came first go on, so that nobody's stream stops while something is compiled for another.
-        """
-        for number in range(len(sequences), 0, -1):
-            some = sequences[:number]
-            mode = mode_of_all([r.sequence for r in some])
-            for rows in (size for size in self.shapes.batches if size >= number):
-                planned = self._planned(some, rows, mode)
-                if planned is not None:
-                    if number < len(sequences):
-                        self.runner.request(self._missing_of_round(sequences), is_urgent=True)
-                    elif rows > self.shapes.batch(number):
-                        self.runner.request(self._missing_of_round(sequences), is_urgent=False)
-                    return planned
-        self.runner.request(self._missing_of_round(sequences), is_urgent=True)
-        return None
-
-    def _planned(self, sequences: list[Running], rows: int, mode: SamplingMode) -> PlannedRound | None:
-        """A round of a program of so many rows, if there is one."""
-        offered = self._lengths_for(sequences, rows)
-        programs = {length: self._programs_of(sequences, rows, length, mode) for length in offered}
-        ready = [length for length in offered if self.runner.is_ready(programs[length])]
-        if not ready:
-            return None
-        if len(offered) == 1 or self.lengths is None:
-            return PlannedRound(sequences, rows, ready[-1], mode, programs[ready[-1]])
-        slots, is_timed = [r.slot for r in sequences], not self.runner.is_compiling
-        length, wanted = self.lengths.choose_ready(rows, slots, offered, ready, is_timed=is_timed)
-        if wanted not in ready:
-            self.runner.request(programs[wanted], is_urgent=False)
-        return PlannedRound(sequences, rows, length, mode, programs[length])
-
-    def _lengths_for(self, sequences: list[Running], rows: int) -> tuple[int, ...]:
-        """How many tokens a round may verify; the choice among them changes no output."""
-        if not any(r.sequence.params.speculation for r in sequences):
-            return (1,)
-        return self.shapes.lengths_at(rows) if self.lengths else (self.spec.block,)
-
-    def _programs_of(self, sequences: list[Running], rows: int, length: int, mode: SamplingMode) -> list[StepShape]:
-        return self.shapes.of_round(
-            rows, length, self._pages_of(sequences), mode, catches_up=catches_up(sequences, length)
-        )
-
-    def _missing_of_round(self, sequences: list[Running]) -> list[StepShape]:
-        """The programs of a round of all of these, as it is begun."""
-        rows, mode = self.shapes.batch(len(sequences)), mode_of_all([r.sequence for r in sequences])
-        return self._programs_of(sequences, rows, self._lengths_for(sequences, rows)[-1], mode)
-
     def _enqueue_round(self, planned: PlannedRound) -> list[Sequence]:
         """Draft, verify and commit, at once if it can be; returns the sequences that changed on the way."""
         rounds, rows, length = planned.running, planned.rows, planned.length
@@ -356,7 +287,7 @@ class Engine:
             return by_pages[step.pages]
 
         steps = {step.step: step for step in planned.programs}
-        is_timed = not self._follows_prefill and not self.runner.is_compiling
+        compiled, is_alone = compile_counter().count, not self._follows_prefill and not self.runner.is_compiling
         if "catch_up" in steps:
             self._catch_up(rounds, tables(steps["catch_up"]))
         for running in rounds:
@@ -379,6 +310,7 @@ class Engine:
                 )
         for running in rounds:
             running.in_flight += 1
+        is_timed = is_alone and compile_counter().count == compiled
         self._push(InFlight(rounds, emitted, length, rows, is_timed))
         self._follows_prefill = False
         return changed
@@ -454,16 +386,8 @@ class Engine:
         if not step.is_timed or not self._in_flight or self.runner.is_compiling:
             self._clock.restart()
         seconds = self._clock.read(time.perf_counter(), was_ready=was_ready)
-        if self.lengths is not None and step.length:
+        if self.planner.lengths is not None and step.length:
             counts = np.maximum(emitted.count, 1).tolist()
             kept = [(r.slot, counts[i]) for i, r in enumerate(step.running) if r and not r.released]
             slots, counts = [slot for slot, _ in kept], [count for _, count in kept]
-            self.lengths.observe(step.batch, step.length, slots, counts, seconds)
-
-    def _pages_of(self, running: list[Running]) -> int:
-        """No more than these sequences can grow to, so that the width of their tables seldom changes while they run."""
-        return self._pages_for(max(len(s.prompt_token_ids) + s.max_new_tokens for s in (r.sequence for r in running)))
-
-    def _pages_for(self, tokens: int) -> int:
-        """Pages of a sequence of so many tokens, and of the rounds in flight behind it."""
-        return self.layout.pages_for(tokens + 2 * self.spec.block)
+            self.planner.lengths.observe(step.batch, step.length, slots, counts, seconds)

@@ -13,6 +13,7 @@ from dflash_jax.engine.constraints import fill_masks
 from dflash_jax.engine.controls import bits_of
 from dflash_jax.engine.scheduler import Running, Scheduler
 from dflash_jax.engine.sequence import Sequence
+from dflash_jax.engine.shapes import Load
 from dflash_jax.engine.state import MODES, Chunk, Sampler, SamplingMode, Tables
 
 COLDEST, HOTTEST = 1e-6, 1e6  # temperatures: beyond them, nothing but the range of float32 would change
@@ -82,7 +83,21 @@ def mode_of(sequence: Sequence) -> SamplingMode:
 
 def mode_of_all(sequences: list[Sequence]) -> SamplingMode:
     """The cheapest mode that samples all of them rightly."""
-    return max(map(mode_of, sequences), key=MODES.index)
+    return max({mode_of(sequence) for sequence in sequences}, key=MODES.index)
+
+
+def load_of(sequences: Seq[Sequence]) -> Load:
+    """What an engine must be compiled for to run all of these side by side."""
+    params = [s.params for s in sequences]
+    later: set[SamplingMode] = {"greedy" if p.temperature == 0 else "random" for p in params if p.min_tokens > 0}
+    return Load(
+        num_seqs=len(sequences),
+        prompt_lengths=frozenset(len(s.prompt_token_ids) for s in sequences),
+        total_tokens=max(len(s.prompt_token_ids) + s.max_new_tokens for s in sequences),
+        modes=frozenset(map(mode_of, sequences)) | later,
+        speculates=any(p.speculation for p in params),
+        is_scored=any(s.wants_prompt_logprobs for s in sequences),
+    )
 
 
 def tables_of(scheduler: Scheduler, running: list[Running], rows: int, width: int) -> Tables:

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dflash_jax.engine.state import FlatParams
 from dflash_jax.errors import ProgramLimitError
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # jax.monitoring's event, one a program
@@ -48,6 +49,12 @@ class Program:
         arguments: positional; shapes, dtypes and places count, values do not.
         static: keyword arguments that are compiled in.
         compiler_options: XLA's.
+
+    Attributes:
+        step: name of the step.
+        executable: what is compiled of it; None before, and once it was dropped.
+        error: why it could not be compiled beside the engine; whoever calls it next is told.
+        used: when it was called last, as `time.monotonic` counts.
     """
 
     def __init__(
@@ -60,7 +67,7 @@ class Program:
         static: dict[str, Any],
         compiler_options: dict[str, Any],
     ):
-        self.label, self._store, self._function, self._static = label, store, function, static
+        self.label, self.static, self._store, self._function = label, static, store, function
         self.step = function.__name__
         self._structure: Any = jax.tree.structure(tuple(arguments))
         self._leaves = [_shape_of(leaf) for leaf in jax.tree.leaves(tuple(arguments))]
@@ -69,24 +76,26 @@ class Program:
         self._result: Any = None  # structure of what it returns
         self.executable: Callable[..., Any] | None = None
         self.error: Exception | None = None
-        self.used = 0.0  # when it was called last
+        self.used = 0.0
 
     @property
     def key(self) -> tuple:
         """What two programs have in common that are one."""
-        return self._function, self._structure, tuple(self._leaves), tuple(self._static.items())
+        return self._function, self._structure, tuple(self._leaves), tuple(self.static.items())
 
     def __call__(self, *arguments: Any) -> Any:
         """Run it, compiling it first if need be; raises what compiling raised."""
         executable = self.executable or self._store.compile(self)
         self.used = time.monotonic()
-        return self._result.unflatten(executable(*jax.tree.leaves(arguments)))
+        first, *others = arguments
+        parameters = first.leaves if isinstance(first, FlatParams) else jax.tree.leaves(first)
+        return self._result.unflatten(executable(*parameters, *jax.tree.leaves(others)))
 
     def lower(self) -> jax.stages.Lowered:
         """Trace it, which is Python's work."""
 
         def flat(*leaves: Any) -> list[Any]:
-            results = self._function(*self._structure.unflatten(leaves), **self._static)
+            results = self._function(*self._structure.unflatten(leaves), **self.static)
             self._result = jax.tree.structure(results)
             return jax.tree.leaves(results)
 

@@ -15,8 +15,6 @@ Source of the rules: arXiv 2602.06036 section 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -25,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.cache.paged import PagedKVCache
 from dflash_jax.checkpoint.loader import Params
+from dflash_jax.engine.acceptance import Confirm, likeliest_tokens
 from dflash_jax.engine.controls import count_emitted, process
 from dflash_jax.engine.sampling import logprobs_of, sample, when
 from dflash_jax.engine.state import (
@@ -33,6 +32,7 @@ from dflash_jax.engine.state import (
     Chunk,
     Controls,
     Emitted,
+    FlatParams,
     Logprobs,
     Sampler,
     SamplingMode,
@@ -57,7 +57,6 @@ if runs_on_cpus():
     COMPILER_OPTIONS["xla_disable_hlo_passes"] = ",".join(
         f"float-normalization-{name}" for name in ("bf16", "f8e4m3fn", "f8e5m2")
     )
-HALVED_ROWS = 1024  # of blocks: with so many, a head takes as long as its arithmetic, for half of them half as long
 DONATED = {  # arguments of each step that it changes in place
     "catch_up": ("cache",),
     "draft": ("cache",),
@@ -72,30 +71,7 @@ DONATED = {  # arguments of each step that it changes in place
 SCORED_ROWS = 64  # logits of prompts are computed for so many tokens at a time, never for a whole chunk
 
 
-# How many drafts of each sequence are kept, given the target's tokens and the drafts.
-Confirm = Callable[[Int[Array, "B T"], Int[Array, "B R"]], Int[Array, " B"]]
-Likeliest = tuple[Int[Array, "B T"], Float[Array, "B T"]]  # tokens, and their logits
 Chosen = tuple[Int[Array, "B T"], Float[Array, "B T"], Logprobs | None]  # with their scores
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class FlatParams:
-    """Parameters of target and drafter, flattened once: JAX would walk the tree at each call of a step, on the host."""
-
-    leaves: tuple[jax.Array, ...]
-    structure: Any = field(metadata={"static": True})
-
-    @staticmethod
-    def of(params: tuple[Params, Params]) -> FlatParams:
-        """Of the target's and the drafter's."""
-        leaves, structure = jax.tree.flatten(params)
-        return FlatParams(tuple(leaves), structure)
-
-    def unflatten(self) -> tuple[Params, Params]:
-        """The target's and the drafter's."""
-        params: tuple[Params, Params] = self.structure.unflatten(self.leaves)
-        return params
 
 
 def catch_up(
@@ -401,32 +377,3 @@ def draft_block(
     hidden, cache = drafter(embedded, positions, cache)
     # Row j predicts the token at its own position; the anchor's is already known.
     return drafter.tokens(jax.tree.map(lambda x: x[:, 1:], hidden), target.head), cache
-
-
-def accepted(tokens: Int[Array, "B T"], drafts: Int[Array, "B R"]) -> Int[Array, " B"]:
-    """How many of R <= T drafts the target confirms: the longest prefix in which its own tokens are the drafts."""
-    return jnp.cumprod(drafts == tokens[:, : drafts.shape[1]], axis=1, dtype=jnp.int32).sum(axis=1)
-
-
-def likeliest_tokens(
-    likeliest: Callable[..., Likeliest], hidden: Float[Array, "B T D"], drafts: Int[Array, "B T-1"], confirm: Confirm
-) -> Likeliest:
-    """The target's likeliest token of each row, and its logit; of rows that cannot be emitted, perhaps zeros.
-
-    What follows the first draft that is refused is nobody's. Where it saves time, the head is asked for the first half
-    of each block, and then for the others of those sequences whose drafts it has confirmed so far.
-    """
-    B, T, _ = hidden.shape
-    half = T // 2
-    if half == 0 or B * T < HALVED_ROWS:
-        return likeliest(hidden)
-    first = likeliest(hidden[:, :half])
-    goes_on = confirm(first[0], drafts[:, :half]) == half
-    order = jnp.argsort(~goes_on)
-    rest = likeliest(hidden[order, half:], goes_on.sum() * (T - half))
-    place = jnp.where(goes_on, jnp.cumsum(goes_on) - 1, B)  # in that order
-    tokens, scores = (
-        jnp.concatenate([early, late.at[place].get(mode="fill", fill_value=0)], axis=1)
-        for early, late in zip(first, rest, strict=True)
-    )
-    return tokens, scores

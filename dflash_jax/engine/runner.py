@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from dflash_jax.config import EngineConfig
 from dflash_jax.engine import round as steps
+from dflash_jax.engine.acceptance import Confirm, accepted
 from dflash_jax.engine.arguments import State, arguments_of, function_of
 from dflash_jax.engine.controls import controls_of, empty_controls
 from dflash_jax.engine.inputs import SamplerRows
@@ -29,6 +30,7 @@ from dflash_jax.engine.state import (
     Chunk,
     Controls,
     Emitted,
+    FlatParams,
     Logprobs,
     Sampler,
     SamplingMode,
@@ -56,14 +58,14 @@ class ModelRunner:
         peers = mesh.peers(config.dtype.itemsize * max(m.config.hidden_size for m in (target, draft) if m))
         self._beside = {} if peers is None else {"peers": peers}
         self._store = programs()
-        self.confirm = steps.accepted
+        self.confirm = accepted
         self._hand_over()
         self._make_state()
 
     def _hand_over(self) -> None:
         """The parameters in the form that steps take them in."""
         target, draft = self.params
-        self._flat_params = steps.FlatParams.of(({**target, **self._beside}, draft))
+        self._flat_params = FlatParams.of(({**target, **self._beside}, draft))
         # What steps need that run no layer of the target: each array handed to a step costs the host time.
         outside = {name: value for name, value in target.items() if not name.startswith("layers_")}
         self._shared = ({**outside, **self._beside}, draft)
@@ -84,12 +86,12 @@ class ModelRunner:
         self._make_state()
 
     @property
-    def confirm(self) -> steps.Confirm:
+    def confirm(self) -> Confirm:
         """Tells how many drafts are kept; a benchmark puts another in its place."""
         return self._confirm
 
     @confirm.setter
-    def confirm(self, confirm: steps.Confirm) -> None:
+    def confirm(self, confirm: Confirm) -> None:
         self._confirm = confirm
         self._programs: dict[StepShape, Program] = {}
 
@@ -108,8 +110,11 @@ class ModelRunner:
 
     def is_ready(self, shapes: Seq[StepShape]) -> bool:
         """Whether these run without compiling anything; what could not be compiled is ready, too, and raises why."""
-        found = [self.program(shape) for shape in shapes]
-        return all(program.executable is not None or program.error is not None for program in found)
+        for shape in shapes:  # once for each length of a round, each round
+            program = self._programs.get(shape) or self.program(shape)
+            if program.executable is None and program.error is None:
+                return False
+        return True
 
     def request(self, shapes: Seq[StepShape], *, is_urgent: bool) -> None:
         """Have these compiled beside this thread; urgent ones come first."""

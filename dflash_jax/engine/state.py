@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.cache.paged import PagedKVCache
+from dflash_jax.checkpoint.loader import Params
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.core import MOST_LOGPROBS
 from dflash_jax.models.layers import KVCache
@@ -51,6 +52,26 @@ class StepSpec:
     def taps(self) -> tuple[int, ...]:
         """Target layers whose outputs the drafter wants."""
         return () if self.draft is None else self.draft.target_layer_ids
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FlatParams:
+    """Parameters of target and drafter, flattened once: JAX would walk the tree at each call of a step, on the host."""
+
+    leaves: tuple[jax.Array, ...]
+    structure: Any = field(metadata={"static": True})
+
+    @staticmethod
+    def of(params: tuple[Params, Params]) -> FlatParams:
+        """From the target's and the drafter's."""
+        leaves, structure = jax.tree.flatten(params)
+        return FlatParams(tuple(leaves), structure)
+
+    def unflatten(self) -> tuple[Params, Params]:
+        """The target's and the drafter's."""
+        params: tuple[Params, Params] = self.structure.unflatten(self.leaves)
+        return params
 
 
 def rows_of(tree: Tree, rows: Int[Array, " B"]) -> Tree:

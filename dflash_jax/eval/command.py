@@ -9,11 +9,9 @@ from pathlib import Path
 
 from dflash_jax.errors import ConfigError
 from dflash_jax.eval import datasets, options, report
-from dflash_jax.eval.compare import Cell, Sampling, measure_engine
-from dflash_jax.flags import engine_options
-from dflash_jax.frontend import resolve_folders
-from dflash_jax.llm import LLM
-from dflash_jax.progress import announce, phase
+from dflash_jax.eval.compare import Cell, Sampling, compile_programs, measure_engine
+from dflash_jax.loading import find_models, load_llm
+from dflash_jax.progress import phase
 from dflash_jax.renderer import Renderer
 
 HELP = "measure a drafter: acceptance length, acceptance of each draft and speed-up against plain decoding"
@@ -31,8 +29,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "plots need matplotlib, which is not installed; run pip install 'dflash-jax[train]', or add --no-plots."
         )
-    announce("finding the models")
-    folder, draft_folder = resolve_folders(args.model, args.draft_model)
+    folder, draft_folder = find_models(args)
     if draft_folder is None:
         raise ConfigError(f"--model {args.model} has no drafter to measure; give --draft-model.")
     with phase("loading the tokenizer"):
@@ -46,8 +43,12 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(args.max_tokens, args.seed, args.prompt_style)
     cells: list[Cell] = []
     for block in args.num_speculative_tokens:
-        with phase(f"loading the models for {block} drafts"):
-            llm = load_llm(args, (folder, draft_folder), block)
+        drafts = None if block == options.AUTO else block
+        note = f" for {block} drafts"
+        llm = load_llm(args, (folder, draft_folder), note=note, seed=args.seed, num_speculative_tokens=drafts)
+        if args.compile_at_start is None:
+            with phase(f"preparing{note}") as now:
+                compile_programs(llm, samples, args.temperature, sampling, plain=not args.no_plain, within=now.within)
         for cell in measure_engine(llm, block, samples, args.temperature, sampling, plain=not args.no_plain):
             cells.append(cell)
             result = report.build_result(args, llm.config, cells)
@@ -55,13 +56,6 @@ def run(args: argparse.Namespace) -> int:
         del llm
         gc.collect()  # the next engine needs the memory of this one
     return report.finish(result, args.output, plots=not args.no_plots)
-
-
-def load_llm(args: argparse.Namespace, folders: tuple[Path, Path], num_speculative_tokens: int | str) -> LLM:
-    """The engine of one block length, for the models in these folders."""
-    drafts = None if num_speculative_tokens == options.AUTO else num_speculative_tokens
-    engine = engine_options(args) | {"num_speculative_tokens": drafts}
-    return LLM(*folders, seed=args.seed, **engine)
 
 
 def make_folder(folder: Path) -> None:

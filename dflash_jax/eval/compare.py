@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from dflash_jax.core import SEED_LIMIT, SamplingParams
 from dflash_jax.eval.acceptance import Acceptance, acceptance_of
-from dflash_jax.eval.conversations import Run, converse, joined
+from dflash_jax.eval.conversations import Run, converse, is_instruct, joined, opening, prompt_of
 from dflash_jax.eval.datasets import Sample
 from dflash_jax.llm import LLM
-from dflash_jax.progress import Phase, phase
+from dflash_jax.progress import Begin, Phase, phase
 
 WARMUP_TOKENS = 16
 BATCHES = 4  # of samples side by side that one way decodes before the other has its turn
@@ -115,6 +115,28 @@ def measure_engine(
             runs = {way: joined(parts[way]) for way in ways}
             acceptance = acceptance_of(runs[True].outputs)
             yield Cell(name, temperature, num_speculative_tokens, runs[True], runs.get(False), acceptance)
+
+
+def compile_programs(
+    llm: LLM,
+    datasets: Mapping[str, Sequence[Sample]],
+    temperatures: Sequence[float],
+    sampling: Sampling,
+    *,
+    plain: bool,
+    within: Begin,
+) -> None:
+    """Compile what `measure_engine` needs, so that nothing is compiled while it measures; arguments are its own."""
+    instruct = is_instruct(llm.frontend)
+    for samples in datasets.values():
+        prompts = [prompt_of(opening(s, sampling.style, instruct=instruct), llm.frontend, "") for s in samples]
+        if any(sample.follow_ups for sample in samples):  # what they follow is not known yet
+            longest = llm.config.max_model_len - sampling.max_tokens
+            chunks = [chunk for chunk in llm.engine.shapes.chunks if chunk <= longest]
+            prompts += [{"prompt_token_ids": [0] * chunk} for chunk in chunks]
+        for temperature in temperatures:
+            for way in (False, True) if plain else (True,):
+                llm.compile(prompts, sampling.params(temperature, len(prompts), speculation=way), within=within)
 
 
 def warm_up(llm: LLM, samples: Sequence[Sample], temperature: float, sampling: Sampling) -> None:

@@ -14,7 +14,7 @@ AUTO = "auto"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    add_engine_arguments(parser, without=("num_speculative_tokens",), compile_at_start=True)
+    add_engine_arguments(parser, without=("num_speculative_tokens",), compile_at_start=None)
     add = parser.add_argument_group("what to measure").add_argument
     data_help = "humaneval, mt-bench, python (build/corpus), a folder or .tar.gz of .py files, or a JSONL file; several"
     add("--dataset", nargs="+", required=True, metavar="NAME", help=data_help)

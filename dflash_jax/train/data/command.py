@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.errors import DFlashError
-from dflash_jax.flags import add_engine_arguments, engine_options
-from dflash_jax.frontend import resolve_folders
-from dflash_jax.llm import LLM
-from dflash_jax.progress import announce, phase
+from dflash_jax.flags import add_engine_arguments
+from dflash_jax.loading import find_models, load_llm
+from dflash_jax.progress import phase
 from dflash_jax.train.data.folder import DataFolder
 from dflash_jax.train.data.options import DataOptions
 from dflash_jax.train.data.run import fingerprint, make_data
@@ -95,15 +94,15 @@ def run(args: argparse.Namespace) -> DataFolder:
         DFlashError: an option is wrong, the model cannot be loaded, or a prompt cannot be served.
     """
     options = options_of(args)
-    announce("finding the models")
-    folders = resolve_folders(args.model, args.draft_model)
+    folders = find_models(args)
     with phase(f"checking {args.out}"):
         numeric = {name: getattr(args, name) for name in NUMERIC}
         arguments = {**options.arguments(), **numeric, **fingerprint(folders[0])}
         folder = DataFolder(args.out, model=args.model or "the embedded pair", arguments=arguments)
     if not folder.manifest.complete:
-        with phase("loading the models"):
-            llm = LLM(*folders, enable_prefix_caching=False, **engine_options(args))
+        llm = load_llm(args, folders, enable_prefix_caching=False)
+        if args.compile_at_start is None and llm.engine.mesh.is_accelerator:
+            llm.engine.compile()
         make_data(llm, options, folder)
     return folder
 

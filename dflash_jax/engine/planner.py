@@ -1,0 +1,177 @@
+"""What an engine enqueues next: which sequences, and by which of the programs that are compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dflash_jax.engine.adaptive import BlockLengths
+from dflash_jax.engine.inputs import mode_of_all, uses_controls
+from dflash_jax.engine.runner import ModelRunner
+from dflash_jax.engine.scheduler import Layout, Running
+from dflash_jax.engine.shapes import Shapes, StepShape
+from dflash_jax.engine.state import DEFERRED, SamplingMode
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """A prefill of the next tokens of some prompts.
+
+    Attributes:
+        running: the prompts, oldest first.
+        starting: of each, the sequence if its first token follows, else None.
+        rows: of the program.
+        width: tokens a row.
+        programs: that it takes, the prefill first.
+    """
+
+    running: list[Running]
+    starting: list[Running | None]
+    rows: int
+    width: int
+    programs: list[StepShape]
+
+
+@dataclass(slots=True)
+class PlannedRound:
+    """A round of some sequences.
+
+    Attributes:
+        running: the sequences.
+        rows: of its programs.
+        length: tokens to verify.
+        mode: what the most demanding sequence needs.
+        programs: that it takes, in their order.
+    """
+
+    running: list[Running]
+    rows: int
+    length: int
+    mode: SamplingMode
+    programs: list[StepShape]
+
+
+class Planner:
+    """Picks among the programs that are compiled, and has better ones compiled meanwhile.
+
+    So nobody's stream stops while something is compiled for another.
+
+    Attributes:
+        lengths: chooses how many tokens a round verifies; None where all verify the whole block.
+    """
+
+    def __init__(self, shapes: Shapes, layout: Layout, runner: ModelRunner, lengths: BlockLengths | None):
+        self._shapes, self._layout, self._runner = shapes, layout, runner
+        self.lengths = lengths
+
+    def prefill(self, pending: list[Running]) -> PlannedChunk | None:
+        """A prefill of prompts that wait, oldest first; None if none can be made of compiled programs."""
+        best = self.best_prefill(pending)
+        if self._runner.is_ready(best.programs):
+            return best
+        chosen = self._ready_prefill(pending)
+        self._runner.request([*best.programs, *self.best_round(best.running)], is_urgent=chosen is None)
+        return chosen
+
+    def best_prefill(self, pending: list[Running]) -> PlannedChunk:
+        """A prefill of prompts that wait, if everything were compiled."""
+        return self._chunk(pending, *self._shapes.chunk(len(pending), max(map(left_of, pending))))
+
+    def _ready_prefill(self, pending: list[Running]) -> PlannedChunk | None:
+        """Of the compiled prefills, the one that processes most tokens and pads no more than three of four."""
+        widest = max(4 * max(map(left_of, pending)), self._shapes.chunks[0])
+        fitting = [(r, w) for r, w in self._shapes.prefills() if w <= widest and r <= 4 * len(pending)]
+        most_first = sorted(fitting, key=lambda size: -sum(min(left_of(r), size[1]) for r in pending[: size[0]]))
+        chunks = (self._chunk(pending, rows, width) for rows, width in most_first)
+        return next((chunk for chunk in chunks if self._runner.is_ready(chunk.programs)), None)
+
+    def _chunk(self, pending: list[Running], rows: int, width: int) -> PlannedChunk:
+        """A prefill of the first of these prompts."""
+        pending = pending[:rows]
+        starting = [r if left_of(r) <= width and not r.sequence.output.token_ids else None for r in pending]
+        mode = mode_of_all([r.sequence for r in starting if r]) if any(starting) else None
+        is_scored, pages = pending[0].sequence.wants_prompt_logprobs, self._pages_of(pending)
+        programs = self._shapes.of_prefill(rows, width, pages, mode, is_scored=is_scored)
+        if any(lacks_controls(r) for r in pending):
+            programs.append(StepShape("set_controls"))
+        return PlannedChunk(pending, starting, rows, width, programs)
+
+    def round(self, running: list[Running]) -> PlannedRound | None:
+        """The next round of these sequences, oldest first; None if none can be made of compiled programs.
+
+        It may have rows to spare, or another length than would be best. If no program takes all of the sequences, those
+        that came first go on.
+        """
+        for number in range(len(running), 0, -1):
+            some = running[:number]
+            mode = mode_of_all([r.sequence for r in some])
+            for rows in (size for size in self._shapes.batches if size >= number):
+                planned = self._ready_round(some, rows, mode)
+                if planned is not None:
+                    if number < len(running) or rows > self._shapes.batch(number):
+                        self._runner.request(self.best_round(running), is_urgent=number < len(running))
+                    return planned
+        self._runner.request(self.best_round(running), is_urgent=True)
+        return None
+
+    def best_round(self, running: list[Running]) -> list[StepShape]:
+        """The programs of a round of all of these, as one is begun."""
+        rows, mode = self._shapes.batch(len(running)), mode_of_all([r.sequence for r in running])
+        return self.programs(running, rows, self._lengths_for(running, rows)[-1], mode)
+
+    def _ready_round(self, running: list[Running], rows: int, mode: SamplingMode) -> PlannedRound | None:
+        """A round of a program of so many rows, if one is compiled."""
+        offered, pages, deferred = self._lengths_for(running, rows), self._pages_of(running), most_deferred(running)
+        programs = {
+            length: self._shapes.of_round(rows, length, pages, mode, catches_up=catches_up(deferred, length))
+            for length in offered
+        }
+        ready = [length for length in offered if self._runner.is_ready(programs[length])]
+        if not ready:
+            return None
+        length = ready[-1]
+        if len(offered) > 1 and self.lengths is not None:
+            slots, is_timed = [r.slot for r in running], not self._runner.is_compiling
+            length, wanted = self.lengths.choose_ready(rows, slots, offered, ready, is_timed=is_timed)
+            if wanted not in ready:
+                self._runner.request(programs[wanted], is_urgent=False)
+        return PlannedRound(running, rows, length, mode, programs[length])
+
+    def programs(self, running: list[Running], rows: int, length: int, mode: SamplingMode) -> list[StepShape]:
+        """Those of a round of these sequences."""
+        is_late = catches_up(most_deferred(running), length)
+        return self._shapes.of_round(rows, length, self._pages_of(running), mode, catches_up=is_late)
+
+    def _lengths_for(self, running: list[Running], rows: int) -> tuple[int, ...]:
+        """How many tokens a round may verify, ascending; the choice among them changes no output."""
+        if not any(r.sequence.params.speculation for r in running):
+            return (1,)
+        return self._shapes.lengths_at(rows) if self.lengths else (self._layout.block,)
+
+    def _pages_of(self, running: list[Running]) -> int:
+        """No more than these sequences can grow to, so that the width of their tables seldom changes while they run."""
+        sequences = [r.sequence for r in running]
+        return self.pages_for(max([len(s.prompt_token_ids) + s.max_new_tokens for s in sequences]))
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages of a sequence of so many tokens, and of the rounds in flight behind it."""
+        return self._layout.pages_for(tokens + 2 * self._layout.block)
+
+
+def left_of(running: Running) -> int:
+    """Tokens of a prompt that are still to be prefilled."""
+    return len(running.text) - running.prefilled
+
+
+def lacks_controls(running: Running) -> bool:
+    """Whether the device must still be told its penalties, biases and stops."""
+    return not running.has_controls and uses_controls(running.sequence)
+
+
+def most_deferred(running: list[Running]) -> int:
+    """Tokens of a sequence whose features wait to become context of the drafter, at most."""
+    return max([r.deferred for r in running])
+
+
+def catches_up(deferred: int, length: int) -> bool:
+    """Whether a round must write the drafter's context first: one that drafts needs it, and little may wait."""
+    return deferred == DEFERRED or (length > 1 and deferred > 0)
