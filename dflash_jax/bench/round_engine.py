@@ -17,6 +17,7 @@ from jaxtyping import Array, Int
 from dflash_jax.core import CompletionOutput, SamplingParams
 from dflash_jax.engine.acceptance import accepted
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.planner import PlannedChunk, PlannedRound, Planner
 from dflash_jax.engine.scheduler import Running
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.errors import DFlashError
@@ -33,12 +34,28 @@ def keep_exactly(tokens: Int[Array, "B T"], drafts: Int[Array, "B R"], *, count:
     return kept
 
 
+class WaitingPlanner(Planner):
+    """Plans as if everything were compiled: what is not is compiled when it is called, and all sequences wait."""
+
+    def prefill(self, pending: list[Running]) -> PlannedChunk:
+        """The best prefill."""
+        return self.best_prefill(pending)
+
+    def round(self, running: list[Running]) -> PlannedRound:
+        """A round of all sequences and the whole block."""
+        return self.best_round(running)
+
+
 class RoundEngine(Engine):
     """An engine for measurements, which no server and no `LLM` makes.
 
     Its steps are the usual ones, drafts are drafted and verified; but how many of them are kept is told. Rounds begin
     when the prompts of all sequences are in the cache.
     """
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.planner = WaitingPlanner(self.shapes, self.layout, self.runner, self.planner.lengths)
 
     def keep(self, num_accepted_tokens: int) -> None:
         """From now on each round keeps so many drafts, whether they agree or not."""

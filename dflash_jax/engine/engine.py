@@ -200,7 +200,7 @@ class Engine:
         if planned is not None:
             changed += self._enqueue_round(planned)
         elif sequences:
-            missing = missing or self.planner.best_round(sequences)
+            missing = missing or self.planner.best_round(sequences).programs
         if missing and not self._in_flight:
             self.runner.wait(missing, PATIENCE)
         return changed + self._read(len(self._in_flight) - (planned is not None))

@@ -69,7 +69,7 @@ class Planner:
         if self._runner.is_ready(best.programs):
             return best
         chosen = self._ready_prefill(pending)
-        self._runner.request([*best.programs, *self.best_round(best.running)], is_urgent=chosen is None)
+        self._runner.request([*best.programs, *self.best_round(best.running).programs], is_urgent=chosen is None)
         return chosen
 
     def best_prefill(self, pending: list[Running]) -> PlannedChunk:
@@ -108,15 +108,17 @@ class Planner:
                 planned = self._ready_round(some, rows, mode)
                 if planned is not None:
                     if number < len(running) or rows > self._shapes.batch(number):
-                        self._runner.request(self.best_round(running), is_urgent=number < len(running))
+                        best = self.best_round(running)
+                        self._runner.request(best.programs, is_urgent=number < len(running))
                     return planned
-        self._runner.request(self.best_round(running), is_urgent=True)
+        self._runner.request(self.best_round(running).programs, is_urgent=True)
         return None
 
-    def best_round(self, running: list[Running]) -> list[StepShape]:
-        """The programs of a round of all of these, as one is begun."""
+    def best_round(self, running: list[Running]) -> PlannedRound:
+        """A round of all of these that verifies as much as may pay, if everything were compiled."""
         rows, mode = self._shapes.batch(len(running)), mode_of_all([r.sequence for r in running])
-        return self.programs(running, rows, self._lengths_for(running, rows)[-1], mode)
+        length = self._lengths_for(running, rows)[-1]
+        return PlannedRound(running, rows, length, mode, self.programs(running, rows, length, mode))
 
     def _ready_round(self, running: list[Running], rows: int, mode: SamplingMode) -> PlannedRound | None:
         """A round of a program of so many rows, if one is compiled."""
