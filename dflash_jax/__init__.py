@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         ConfigError,
         DFlashError,
         EngineDeadError,
+        ProgramLimitError,
         QueueFullError,
         RequestError,
     )
@@ -52,6 +53,7 @@ __all__ = [
     "DFlashError",
     "EngineDeadError",
     "Logprob",
+    "ProgramLimitError",
     "QueueFullError",
     "RequestError",
     "RequestMetrics",

@@ -253,23 +253,28 @@ class Programs:
                 del self._queue[program]
                 self._compiling.add(program)
         if program is not None:
-            try:
-                self._build(program)
-            except Exception as error:
-                program.error = error
-                logger.warning("%s could not be compiled: %s", program.label, error)
+            with suppress(Exception):  # it waits for who needs the program
+                self._build(program, is_awaited=False)
         with self._changed:
             self._num_working -= 1
             if self._queue:
                 self._submit()
             self._changed.notify_all()
 
-    def _build(self, program: Program, lowered: jax.stages.Lowered | None = None) -> Callable[..., Any]:
+    def _build(
+        self, program: Program, lowered: jax.stages.Lowered | None = None, *, is_awaited: bool = True
+    ) -> Callable[..., Any]:
+        """Compile a program that nobody else compiles; an error is kept for later if nobody waits for it now."""
         began = time.perf_counter()
         try:
             self._make_room()
             executable = (lowered or program.lower()).compile()
             program.executable, program.used = executable, time.monotonic()
+        except Exception as error:
+            if not is_awaited:
+                logger.warning("%s could not be compiled: %s", program.label, error)
+                program.error = error
+            raise
         finally:
             with self._changed:
                 self._programs.setdefault(program.key, program)
