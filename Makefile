@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 INSTALL := $(PYTHON) -m pip install --quiet --editable
 
-.PHONY: serve test test-gpu demo parity lint format install browser clean
+.PHONY: serve test test-gpu demo readme parity lint format install browser clean
 
 # Running a model needs a fraction of what training and the tests do.
 $(VENV)/.installed-base: pyproject.toml
@@ -43,6 +43,10 @@ format: install
 ## Stream code from the embedded pair, then show its acceptance and its speed beside plain decoding.
 demo: $(VENV)/.installed-base
 	$(PYTHON) -m dflash_jax.generate --compare
+
+## Run every command of the documents that needs neither a GPU nor a download; FLAGS adds --list, --only PATTERN, ...
+readme: install
+	$(PYTHON) scripts/run_readme.py $(FLAGS)
 
 ## Compare the targets with transformers' models live; needs the CPU build of torch (Python 3.11).
 parity: install
