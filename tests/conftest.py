@@ -23,6 +23,8 @@ import jax
 import jaxtyping
 import pytest
 
+from dflash_jax.engine.programs import programs
+
 DATA = Path(__file__).parent / "data"
 
 
@@ -36,8 +38,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """A process may hold only so many memory maps, and each program compiled for a CPU takes some: XLA crashes then."""
+    """Programs of a module are of no use to the next, and take gigabytes of memory together."""
     yield
+    programs().join()
+    programs().clear()
     jax.clear_caches()
 
 

@@ -39,9 +39,9 @@ def test_tokenizer_round_trip(llm):
 
 def test_the_command_without_arguments(llm, monkeypatch, capsys):
     named = []
-    monkeypatch.setattr(generate, "LLM", lambda *folders, **options: named.append(folders) or llm)
+    monkeypatch.setattr("dflash_jax.loading.LLM", lambda *folders, **options: named.append(folders) or llm)
     assert generate.main(["--max-tokens", "4", "--ignore-eos"]) == 0
-    assert named == [(None, None)]
+    assert named == [(EMBEDDED / "target", EMBEDDED / "draft")]
     text = llm.generate(generate.EMBEDDED_PROMPT, greedy(4))[0].outputs[0].text
     assert capsys.readouterr().out == text + "\n"
 

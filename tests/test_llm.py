@@ -358,7 +358,7 @@ def test_command_prints_tokens_and_statistics():
 
 
 def test_command_compares_with_plain_decoding(golden, monkeypatch, capsys):
-    monkeypatch.setattr(generate, "LLM", lambda *args, **options: golden)
+    monkeypatch.setattr("dflash_jax.loading.LLM", lambda *args, **options: golden)
     ids = ",".join(map(str, golden_cases("qwen3_swa_tied")[0]["input_ids"]))
     command = ["--compare", "--prompt-token-ids", ids, "--max-tokens", "9", "--ignore-eos"]
     runs = []
@@ -386,7 +386,7 @@ def test_a_run_that_compiled_says_so(golden):
 
 @pytest.mark.parametrize("arguments", [["--chat"], []])
 def test_command_prints_text_for_text(llm, monkeypatch, capsys, arguments):
-    monkeypatch.setattr(generate, "LLM", lambda *args, **options: llm)
+    monkeypatch.setattr("dflash_jax.loading.LLM", lambda *args, **options: llm)
     assert generate.main([*arguments, "--prompt", QUESTION, "--max-tokens", "6", "--ignore-eos"]) == 0
     chat = [{"role": "user", "content": QUESTION}]
     expected = llm.chat(chat, greedy(6)) if arguments else llm.generate(QUESTION, greedy(6))

@@ -77,17 +77,19 @@ def test_a_stream_goes_on_while_another_waits_for_its_programs(monkeypatch, on_c
 
 
 def test_a_prompt_is_prefilled_by_what_there_is(monkeypatch):
-    """Rather in many small chunks that are compiled than in one large that is not."""
-    llm = golden_llm(PAIR)
-    short = request(llm, {"input_ids": CASES[3]["input_ids"][:10]}, 2)
-    step_until(llm, lambda: short.finished)
-    gate = Gate(monkeypatch, lambda label: label.startswith("prefill"))
-    long = request(llm, CASES[3], 20)
-    assert len(CASES[3]["input_ids"]) > 48
-    step_until(llm, lambda: long.finished)
-    assert long.output.token_ids == CASES[3]["output_ids"][:20]
-    assert [label.split(" with")[0] for label in gate.held] == ["prefill of 1 sequence x 64 tokens"]
+    """Rather in some chunks that are compiled than in one that is not."""
+    llm = golden_llm(PAIR, enable_prefix_caching=False)
+    gate = Gate(monkeypatch, lambda label: "x 256 tokens" in label)
+    case = {"input_ids": [*CASES[3]["input_ids"], *CASES[2]["input_ids"], *CASES[3]["input_ids"]]}
+    assert 128 < len(case["input_ids"]) <= 256
+    sequence = request(llm, case, 20)
+    step_until(llm, lambda: sequence.finished)
+    assert [label.split(" with")[0] for label in gate.held] == ["prefill of 1 sequence x 256 tokens"]
     gate.opened.set()
+    llm.engine.runner.finish_compiling()
+    again = request(llm, case, 20)
+    step_until(llm, lambda: again.finished)
+    assert again.output.token_ids == sequence.output.token_ids
 
 
 def test_a_batch_shrinks_into_rows_that_are_compiled(monkeypatch):

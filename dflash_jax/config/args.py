@@ -32,7 +32,8 @@ class EngineArgs:
         gpu_memory_utilization: share of the device's memory for parameters and KV cache.
         kv_cache_memory_bytes: memory for the KV cache of all devices together; overrides the share.
         compile_at_start: compile every step before the first request; otherwise each is compiled when first needed.
-            None does so on accelerators, where programs are kept over restarts.
+            None does so on accelerators, where programs are kept over restarts; on CPUs it compiles what a lone request
+            needs, meanwhile.
         seed: of the seeds drawn for requests that bring none; None makes every run differ.
     """
 

@@ -70,6 +70,8 @@ class Engine:
         self._compiled_at_start = compile_counter().count
         if mesh.is_accelerator if config.compile_at_start is None else config.compile_at_start:
             self.compile()
+        elif config.compile_at_start is None:
+            self.runner.request(self.shapes.of_lone_requests(), is_urgent=False)  # somebody will come
 
     def compile(
         self, load: Load | None = None, *, within: Callable[..., AbstractContextManager[Phase]] = phase
@@ -194,15 +196,13 @@ class Engine:
             self.runner.start(running.slot, running.sequence)
             if self.planner.lengths is not None:
                 self.planner.lengths.forget(running.slot)
-        missing = self._enqueue_chunk()
+        has_prefilled = self._enqueue_chunk()
         sequences, changed = self._reserve_rounds()
         planned = self.planner.round(sequences) if sequences else None
         if planned is not None:
             changed += self._enqueue_round(planned)
-        elif sequences:
-            missing = missing or self.planner.best_round(sequences).programs
-        if missing and not self._in_flight:
-            self.runner.wait(missing, PATIENCE)
+        if self.scheduler.running and not (has_prefilled or planned or self._in_flight):
+            self.runner.wait(PATIENCE)  # for a program
         return changed + self._read(len(self._in_flight) - (planned is not None))
 
     def _recover(self, error: Exception) -> list[Sequence]:
@@ -219,20 +219,19 @@ class Engine:
             sequence.suspect = True
         return [sequence for sequence in ran if sequence.finished]
 
-    def _enqueue_chunk(self) -> list[StepShape]:
-        """Prefill the next part of the prompts that came first; returns the programs that it has to wait for."""
+    def _enqueue_chunk(self) -> bool:
+        """Prefill the next part of the prompts that came first; whether there was any, and a program for it."""
         pending = [r for r in self.scheduler.running if not r.is_prefilled]
         if not pending:
-            return []
+            return False
         if pending[0].sequence.wants_prompt_logprobs:
             pending = pending[:1]
         else:
             pending = [r for r in pending if not r.sequence.wants_prompt_logprobs]
         planned = self.planner.prefill(pending)
-        if planned is None:
-            return self.planner.best_prefill(pending).programs
-        self._prefill(planned)
-        return []
+        if planned is not None:
+            self._prefill(planned)
+        return planned is not None
 
     def _prefill(self, planned: PlannedChunk) -> None:
         """Enqueue a prefill, and sample the first token behind each prompt that it ends."""

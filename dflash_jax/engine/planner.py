@@ -53,7 +53,8 @@ class PlannedRound:
 class Planner:
     """Picks among the programs that are compiled, and has better ones compiled meanwhile.
 
-    So nobody's stream stops while something is compiled for another.
+    So nobody's stream stops while something is compiled for another. Where nothing is compiled that could go on, the
+    programs of one sequence come first, which can run all, one after the other.
 
     Attributes:
         lengths: chooses how many tokens a round verifies; None where all verify the whole block.
@@ -69,7 +70,10 @@ class Planner:
         if self._runner.is_ready(best.programs):
             return best
         chosen = self._ready_prefill(pending)
-        self._runner.request([*best.programs, *self.best_round(best.running).programs], is_urgent=chosen is None)
+        if chosen is None:
+            least = self._chunk(pending, 1, self._shapes.chunk_for_all)
+            self._runner.request([*least.programs, *self._least_round(least.running).programs], is_urgent=True)
+        self._runner.request([*best.programs, *self.best_round(best.running).programs], is_urgent=False)
         return chosen
 
     def best_prefill(self, pending: list[Running]) -> PlannedChunk:
@@ -78,7 +82,7 @@ class Planner:
 
     def _ready_prefill(self, pending: list[Running]) -> PlannedChunk | None:
         """Of the compiled prefills, the one that processes most tokens and pads no more than three of four."""
-        widest = max(4 * max(map(left_of, pending)), self._shapes.chunks[0])
+        widest = max(4 * max(map(left_of, pending)), self._shapes.chunk_for_all)
         fitting = [(r, w) for r, w in self._shapes.prefills() if w <= widest and r <= 4 * len(pending)]
         most_first = sorted(fitting, key=lambda size: -sum(min(left_of(r), size[1]) for r in pending[: size[0]]))
         chunks = (self._chunk(pending, rows, width) for rows, width in most_first)
@@ -111,8 +115,14 @@ class Planner:
                         best = self.best_round(running)
                         self._runner.request(best.programs, is_urgent=number < len(running))
                     return planned
-        self._runner.request(self.best_round(running).programs, is_urgent=True)
+        self._runner.request(self._least_round(running).programs, is_urgent=True)
+        self._runner.request(self.best_round(running).programs, is_urgent=False)
         return None
+
+    def _least_round(self, running: list[Running]) -> PlannedRound:
+        """A round of the sequence that came first, by as few programs as any takes."""
+        mode, length = mode_of_all([running[0].sequence]), self._lengths_for(running[:1], 1)[0]
+        return PlannedRound(running[:1], 1, length, mode, self.programs(running[:1], 1, length, mode))
 
     def best_round(self, running: list[Running]) -> PlannedRound:
         """A round of all of these that verifies as much as may pay, if everything were compiled."""

@@ -174,10 +174,10 @@ class Programs:
             for _ in range(min(len(self._queue), WORKERS - self._num_working)):
                 self._submit()
 
-    def wait(self, programs: Sequence[Program], timeout: float) -> None:
-        """Until some are compiled or failed, or so many seconds have passed."""
+    def wait(self, timeout: float) -> None:
+        """Until another is compiled or has failed, or so many seconds have passed."""
         with self._changed:
-            self._changed.wait_for(lambda: all(p.executable or p.error for p in programs), timeout)
+            self._changed.wait(timeout)
 
     def join(self) -> None:
         """Until nothing is left to compile."""

@@ -120,9 +120,9 @@ class ModelRunner:
         """Have these compiled beside this thread; urgent ones come first."""
         self._store.request([self.program(shape) for shape in shapes], is_urgent=is_urgent)
 
-    def wait(self, shapes: Seq[StepShape], timeout: float) -> None:
-        """Until these are ready, or so many seconds have passed."""
-        self._store.wait([self.program(shape) for shape in shapes], timeout)
+    def wait(self, timeout: float) -> None:
+        """Until a program is ready that was not, or so many seconds have passed."""
+        self._store.wait(timeout)
 
     @property
     def is_compiling(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 from dflash_jax.engine.state import ANY, CONTROLLED_MODES, MODES, SamplingMode
@@ -135,6 +135,18 @@ class Shapes:
     def branches(self) -> bool:
         """Whether a program finds out at run time how to sample."""
         return self.modes == (ANY,)
+
+    @property
+    def chunk_for_all(self) -> int:
+        """Tokens of the chunk that is compiled first: any prompt can be prefilled by it, though many a one faster."""
+        return next((size for size in self.chunks if size >= LEAST_CHUNK), self.chunks[-1])
+
+    def of_lone_requests(self) -> list[StepShape]:
+        """What a lone greedy request needs: first for its first answer, then for speculation."""
+        pages, longest = self.tables[-1], self.lengths[-1]
+        prefill = self.of_prefill(1, self.chunk_for_all, pages, "greedy", is_scored=False)
+        rounds = (self.of_round(1, length, pages, "greedy", catches_up=False) for length in (1, longest))
+        return list(dict.fromkeys([*prefill, *chain(*rounds)]))
 
     def batch(self, sequences: int) -> int:
         """Rows of a round of so many sequences."""

@@ -129,7 +129,7 @@ def compile_programs(
     """Compile what `measure_engine` needs, so that nothing is compiled while it measures; arguments are its own."""
     instruct = is_instruct(llm.frontend)
     for samples in datasets.values():
-        prompts = [prompt_of(opening(s, sampling.style, instruct=instruct), llm.frontend, "") for s in samples]
+        prompts = [prompt_of(opening(s, sampling.style, instruct=instruct), llm.frontend, "warm-up") for s in samples]
         if any(sample.follow_ups for sample in samples):  # what they follow is not known yet
             longest = llm.config.max_model_len - sampling.max_tokens
             chunks = [chunk for chunk in llm.engine.shapes.chunks if chunk <= longest]

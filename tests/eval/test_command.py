@@ -154,7 +154,7 @@ def test_only_greedy_float32_must_agree(temperature, plain_token, is_exact, expe
     ],
 )
 def test_bad_options_load_nothing(monkeypatch, capsys, tmp_path, options, message):
-    monkeypatch.setattr("dflash_jax.eval.command.LLM", None)
+    monkeypatch.setattr("dflash_jax.loading.LLM", None)
     (tmp_path / "lines.jsonl").write_text(json.dumps({"prompt": RECITED}))
     common = ["--dataset", str(tmp_path / "lines.jsonl"), "--output", str(tmp_path / "out")]
     assert main(["acceptance", *common, *options]) == 2

@@ -372,7 +372,7 @@ def test_command_line(model, tmp_path, capsys, options, monkeypatch):
     arguments = read_manifest(tmp_path / "out").arguments
     assert arguments["max_model_len"] == 64
     assert len(arguments["weights_sha256"]) == 64
-    monkeypatch.setattr(command, "LLM", None)  # what is complete needs no model
+    monkeypatch.setattr("dflash_jax.loading.LLM", None)  # what is complete needs no model
     assert command.main([*flags, *sizes]) == 0
     assert command.main([*flags, *sizes, "--seed", "5"]) == 2
     assert "begun with seed=0, now it is 5" in capsys.readouterr().err
