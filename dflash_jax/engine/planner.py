@@ -78,7 +78,10 @@ class Planner:
 
     def best_prefill(self, pending: list[Running]) -> PlannedChunk:
         """A prefill of prompts that wait, if everything were compiled."""
-        return self._chunk(pending, *self._shapes.chunk(len(pending), max(map(left_of, pending))))
+        longest = max(map(left_of, pending))
+        if pending[0].sequence.wants_prompt_logprobs:
+            return self._chunk(pending, *self._shapes.scored_chunk(longest))
+        return self._chunk(pending, *self._shapes.chunk(len(pending), longest))
 
     def _ready_prefill(self, pending: list[Running]) -> PlannedChunk | None:
         """Of the compiled prefills, the one that processes most tokens and pads no more than three of four."""
