@@ -110,7 +110,7 @@ def test_a_batch_shrinks_into_rows_that_are_compiled(monkeypatch):
     assert [s.output.token_ids for s in some] == [
         c["output_ids"][:n] for c, n in zip(CASES[:3], (80, 4, 4), strict=True)
     ]
-    assert any("of 1 sequence" in label for label in gate.held)
+    step_until(llm, lambda: any("of 1 sequence" in label for label in gate.held))  # others may be compiled before it
     gate.opened.set()
 
 

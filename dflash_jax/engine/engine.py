@@ -199,6 +199,7 @@ class Engine:
         has_prefilled = self._enqueue_chunk()
         sequences, changed = self._reserve_rounds()
         planned = self.planner.round(sequences) if sequences else None
+        self.runner.share_cores(has_streams=planned is not None)
         if planned is not None:
             changed += self._enqueue_round(planned)
         if self.scheduler.running and not (has_prefilled or planned or self._in_flight):

@@ -9,11 +9,12 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ MAPS_OF_ONE = 1024  # memory maps that compiling one program may take; the embed
 AT_ONCE = 8  # programs that are compiled at a time where maps are few
 DROPPED_AT_ONCE = 8  # programs, before the maps are counted again
 WORKERS = 2  # threads that compile beside an engine
-NICENESS = 10  # of these: what streams comes before what is to come
+NICENESS = 19  # of these: what streams comes before what is to come
+SWITCH_SECONDS = 0.0005  # between two threads while one of them lowers; Python's default is ten times as long
 KEPT = 8  # programs that are never dropped: those of a round and of a prefill must be there together
 HIGHEST_SHARE = 0.9  # of the limit: above it, XLA may be refused a map and abort
 
@@ -134,11 +136,13 @@ class Programs:
         self._queue: dict[Program, bool] = {}  # whether each is urgent, in the order of requests
         self._compiling: set[Program] = set()
         self._num_working = 0
+        self._lowering = threading.Lock()  # lowering is Python's work, of which threads do one at a time anyway
         self._workers: ThreadPoolExecutor | None = None
         self._at_once = os.cpu_count() or 1
         if limit is not None:
             self._at_once = min(self._at_once, AT_ONCE)
         self.num_dropped = 0
+        self.has_streams = False  # whether an engine computes meanwhile, which then has a core of its own
 
     def find(
         self,
@@ -171,7 +175,7 @@ class Programs:
             for program in programs:
                 if program.executable is None and program not in self._compiling:
                     self._queue[program] = self._queue.get(program, False) or is_urgent
-            for _ in range(min(len(self._queue), WORKERS - self._num_working)):
+            for _ in range(min(len(self._queue), self._most_working() - self._num_working)):
                 self._submit()
 
     def wait(self, timeout: float) -> None:
@@ -239,6 +243,9 @@ class Programs:
                 program.executable = None
             self._programs.clear()
 
+    def _most_working(self) -> int:
+        return 1 if self.has_streams else WORKERS
+
     def _submit(self) -> None:
         """Have a worker compile the next program: one job each, so that the end of the process waits for few alone."""
         self._workers = self._workers or ThreadPoolExecutor(WORKERS, "dflash-compiler", initializer=yield_cores)
@@ -257,7 +264,7 @@ class Programs:
                 self._build(program, is_awaited=False)
         with self._changed:
             self._num_working -= 1
-            if self._queue:
+            if self._queue and self._num_working < self._most_working():
                 self._submit()
             self._changed.notify_all()
 
@@ -265,10 +272,13 @@ class Programs:
         self, program: Program, lowered: jax.stages.Lowered | None = None, *, is_awaited: bool = True
     ) -> Callable[..., Any]:
         """Compile a program that nobody else compiles; an error is kept for later if nobody waits for it now."""
-        began = time.perf_counter()
+        began, is_one_of_many = time.perf_counter(), lowered is not None
         try:
             self._make_room()
-            executable = (lowered or program.lower()).compile()
+            if lowered is None:
+                with self._lowering, eager_switches():
+                    lowered = program.lower()
+            executable = lowered.compile()
             program.executable, program.used = executable, time.monotonic()
         except Exception as error:
             if not is_awaited:
@@ -280,8 +290,8 @@ class Programs:
                 self._programs.setdefault(program.key, program)
                 self._compiling.discard(program)
                 self._changed.notify_all()
-        seconds = time.perf_counter() - began
-        logger.log(logging.DEBUG if lowered else logging.INFO, "compiled %s in %.1f s", program.label, seconds)
+        level = logging.DEBUG if is_one_of_many else logging.INFO
+        logger.log(level, "compiled %s in %.1f s", program.label, time.perf_counter() - began)
         return executable
 
     def _make_room(self) -> None:
@@ -316,6 +326,17 @@ class Programs:
                 "dropped, and compiled again when they are needed (sysctl vm.max_map_count raises the limit)"
             )
         return bool(dropped)
+
+
+@contextmanager
+def eager_switches() -> Iterator[None]:
+    """Have Python hand over to other threads sooner: an engine's waits for its turn some forty times a round."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def yield_cores() -> None:

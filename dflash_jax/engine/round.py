@@ -57,6 +57,8 @@ if runs_on_cpus():
     COMPILER_OPTIONS["xla_disable_hlo_passes"] = ",".join(
         f"float-normalization-{name}" for name in ("bf16", "f8e4m3fn", "f8e5m2")
     )
+    # In the thread that compiles alone, whose priority is low: XLA's own threads would hold up the rounds of others.
+    COMPILER_OPTIONS["xla_cpu_parallel_codegen_split_count"] = 1
 DONATED = {  # arguments of each step that it changes in place
     "catch_up": ("cache",),
     "draft": ("cache",),

@@ -120,6 +120,10 @@ class ModelRunner:
         """Have these compiled beside this thread; urgent ones come first."""
         self._store.request([self.program(shape) for shape in shapes], is_urgent=is_urgent)
 
+    def share_cores(self, *, has_streams: bool) -> None:
+        """Say whether anything runs that compiling must leave a core to."""
+        self._store.has_streams = has_streams
+
     def wait(self, timeout: float) -> None:
         """Until a program is ready that was not, or so many seconds have passed."""
         self._store.wait(timeout)
