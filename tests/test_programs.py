@@ -10,6 +10,8 @@ import pytest
 from dflash_jax import ProgramLimitError
 from dflash_jax.engine import programs as module
 from dflash_jax.engine.programs import KEPT, MapLimit, Programs, programs
+from dflash_jax.engine.shapes import StepShape
+from tests.pairs import golden_llm
 
 MAPS_EACH = 100  # of the programs of a simulated process
 
@@ -134,22 +136,20 @@ def test_a_process_without_room_says_so(monkeypatch):
 
 @pytest.mark.skipif(programs()._limit is None, reason="programs take memory maps on CPUs under Linux alone")
 def test_a_dropped_program_gives_its_maps_back():
-    def deep(state, x, *, factor):
-        for i in range(60):
-            state = jnp.sort(jnp.sin(state) @ jnp.outer(x, state)) + i * factor
-        return state
+    llm = golden_llm("qwen3_swa_tied", max_num_seqs=1)
+    limit = MapLimit()
 
-    limit, store = MapLimit(), Programs()
-
-    def count_with(factor):
-        program_of(store, function=deep, factor=factor)(jnp.zeros(4), np.zeros(4, np.float32))
+    def count_with(length):
+        shape = StepShape("verify_commit", 1, length, llm.engine.layout.table_width, "any")
+        program = llm.engine.runner.program(shape)
+        programs().compile(program)
         with_it = limit.count()
-        store.clear()
+        program.executable = None
         return with_it, limit.count()
 
     _, before = count_with(1)  # what the first of all leaves behind is not the program's
-    with_it, after = count_with(2)
-    assert with_it - before >= 10
+    with_it, after = count_with(16)
+    assert with_it - before >= 20
     assert abs(after - before) < (with_it - before) / 2
 
 

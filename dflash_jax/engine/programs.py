@@ -138,6 +138,7 @@ class Programs:
         self._num_working = 0
         self._lowering = threading.Lock()  # lowering is Python's work, of which threads do one at a time anyway
         self._workers: ThreadPoolExecutor | None = None
+        self._compilers: ThreadPoolExecutor | None = None
         self._at_once = os.cpu_count() or 1
         if limit is not None:
             self._at_once = min(self._at_once, AT_ONCE)
@@ -248,7 +249,8 @@ class Programs:
 
     def _submit(self) -> None:
         """Have a worker compile the next program: one job each, so that the end of the process waits for few alone."""
-        self._workers = self._workers or ThreadPoolExecutor(WORKERS, "dflash-compiler", initializer=yield_cores)
+        self._workers = self._workers or ThreadPoolExecutor(WORKERS, "dflash-programs")
+        self._compilers = self._compilers or ThreadPoolExecutor(WORKERS, "dflash-compiler", initializer=yield_cores)
         with suppress(RuntimeError):  # the interpreter is ending
             self._workers.submit(self._work)
             self._num_working += 1
@@ -278,7 +280,9 @@ class Programs:
             if lowered is None:
                 with self._lowering, eager_switches():
                     lowered = program.lower()
-            executable = lowered.compile()
+            # What holds Python's lock must not be of low priority: all threads would wait for it. XLA's work may be.
+            compilers = None if is_awaited else self._compilers
+            executable = lowered.compile() if compilers is None else compilers.submit(lowered.compile).result()
             program.executable, program.used = executable, time.monotonic()
         except Exception as error:
             if not is_awaited:
