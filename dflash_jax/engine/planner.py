@@ -84,7 +84,7 @@ class Planner:
         return self._chunk(pending, *self._shapes.chunk(len(pending), longest))
 
     def _ready_prefill(self, pending: list[Running]) -> PlannedChunk | None:
-        """Of the compiled prefills, the one that processes most tokens and pads no more than three of four."""
+        """The compiled prefill that processes most tokens, and pads no more than three of four; None without one."""
         widest = max(4 * max(map(left_of, pending)), self._shapes.chunk_for_all)
         fitting = [(r, w) for r, w in self._shapes.prefills() if w <= widest and r <= 4 * len(pending)]
         most_first = sorted(fitting, key=lambda size: -sum(min(left_of(r), size[1]) for r in pending[: size[0]]))

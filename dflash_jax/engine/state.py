@@ -315,7 +315,7 @@ class Logprobs:
 
     @staticmethod
     def zeros(B: int, T: int, V: int) -> Logprobs:
-        """Of nothing, in the shapes that log-probabilities over V tokens have."""
+        """Zeros in the shapes that log-probabilities over V tokens have."""
         A = min(MOST_LOGPROBS, V)
         return Logprobs(
             chosen=jnp.zeros((B, T), jnp.float32),
