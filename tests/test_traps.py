@@ -247,10 +247,13 @@ def test_drafter_context_holds_features_and_nothing_of_the_block(plain):
     ids=["taps", "masks"],
 )
 def test_taps_and_masks_are_part_of_the_compile_key(monkeypatch, other):
-    golden_llm(PAIR, max_num_seqs=1).generate(prompt(5), greedy(4))
-    before = programs().num_compiled
-    golden_llm(PAIR, max_num_seqs=1).generate(prompt(6), greedy(4))
-    assert programs().num_compiled == before > 0
+    def compiled_after(token):
+        llm = golden_llm(PAIR, max_num_seqs=1)
+        llm.compile(prompt(token), greedy(4))
+        llm.generate(prompt(token), greedy(4))
+        return programs().num_compiled
+
+    before = compiled_after(5)
+    assert compiled_after(6) == before > 0
     patch_config(monkeypatch, other)
-    golden_llm(PAIR, max_num_seqs=1).generate(prompt(5), greedy(4))
-    assert programs().num_compiled == 2 * before
+    assert compiled_after(5) == 2 * before
