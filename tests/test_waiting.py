@@ -6,7 +6,8 @@ import time
 import pytest
 
 from dflash_jax import SamplingParams
-from dflash_jax.engine.programs import MapLimit, Program, Programs, programs
+from dflash_jax.engine.program import Program
+from dflash_jax.engine.programs import MapLimit, Programs, programs
 from dflash_jax.engine.shapes import Load, Shapes
 from dflash_jax.engine.sharding import Mesh
 from tests.pairs import golden_cases, golden_llm, greedy, prompt, tokens_of
@@ -40,6 +41,15 @@ def fresh():
     programs().clear()
 
 
+@pytest.fixture
+def hold(monkeypatch, fresh):
+    """Makes gates, and opens them at the end whatever has happened."""
+    gates = []
+    yield lambda is_held: gates.append(Gate(monkeypatch, is_held)) or gates[-1]
+    for gate in gates:
+        gate.opened.set()
+
+
 def request(llm, case, max_tokens=80, **options):
     made = llm.frontend.request(prompt(*case["input_ids"]), greedy(max_tokens, **options))
     llm.engine.add(made.sequences)
@@ -56,14 +66,12 @@ def step_until(llm, is_done, seconds=120):
     return steps
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_a_stream_goes_on_while_another_waits_for_its_programs(monkeypatch, on_cpu):
-    """The other's rounds: of two sequences on a CPU, of another sampling mode elsewhere."""
-    monkeypatch.setattr(Mesh, "is_cpu", on_cpu)
+def test_a_stream_goes_on_while_another_waits_for_its_programs(monkeypatch, hold):
+    """The other's sampling mode has programs of its own, as on accelerators."""
+    monkeypatch.setattr(Mesh, "is_cpu", False)
     llm = golden_llm(PAIR)
-    for case, params in ((CASES[3], greedy(80, speculation=False)), (CASES[1], greedy(80, logprobs=1))):
-        llm.compile(prompt(*case["input_ids"]), params)
-    gate = Gate(monkeypatch, lambda label: "of 2 sequences" in label)
+    llm.compile(prompt(*CASES[3]["input_ids"]), greedy(80, speculation=False))
+    gate = hold(lambda label: "(reported)" in label)
     first = request(llm, CASES[3], speculation=False)
     step_until(llm, lambda: len(first.output.token_ids) > 5)
     second = request(llm, CASES[1], logprobs=1)
@@ -76,10 +84,29 @@ def test_a_stream_goes_on_while_another_waits_for_its_programs(monkeypatch, on_c
     assert second.output.token_ids == CASES[1]["output_ids"]
 
 
-def test_a_prompt_is_prefilled_by_what_there_is(monkeypatch):
+def test_sequences_take_turns_where_no_program_takes_all(hold):
+    """None stands still until those before it have ended."""
+    llm = golden_llm(PAIR)
+    for case in CASES[:3]:
+        llm.compile(prompt(*case["input_ids"]), greedy(80, speculation=False))
+    gate = hold(lambda label: "of 2 sequences" in label or "of 4 sequences" in label)
+    some = [request(llm, case, speculation=False) for case in CASES[:3]]
+    step_until(llm, lambda: all(sequence.output.token_ids for sequence in some))
+    counts = [len(sequence.output.token_ids) for sequence in some]
+    for _ in range(30):
+        llm.engine.step()
+    gained = [len(s.output.token_ids) - count for s, count in zip(some, counts, strict=True)]
+    assert gate.held
+    assert all(9 <= tokens <= 11 for tokens in gained)
+    gate.opened.set()
+    step_until(llm, lambda: all(sequence.finished for sequence in some))
+    assert [s.output.token_ids for s in some] == [case["output_ids"] for case in CASES[:3]]
+
+
+def test_a_prompt_is_prefilled_by_what_there_is(hold):
     """Rather in some chunks that are compiled than in one that is not."""
     llm = golden_llm(PAIR, enable_prefix_caching=False)
-    gate = Gate(monkeypatch, lambda label: "x 256 tokens" in label)
+    gate = hold(lambda label: "x 256 tokens" in label)
     case = {"input_ids": [*CASES[3]["input_ids"], *CASES[2]["input_ids"], *CASES[3]["input_ids"]]}
     assert 128 < len(case["input_ids"]) <= 256
     sequence = request(llm, case, 20)
@@ -92,7 +119,7 @@ def test_a_prompt_is_prefilled_by_what_there_is(monkeypatch):
     assert again.output.token_ids == sequence.output.token_ids
 
 
-def test_a_batch_shrinks_into_rows_that_are_compiled(monkeypatch):
+def test_a_batch_shrinks_into_rows_that_are_compiled(hold):
     """When others end, what is left goes on with rows to spare until its own program is there."""
     llm = golden_llm(PAIR)
     llm.engine.compile(Load(4, frozenset({64}), 200))
@@ -104,7 +131,7 @@ def test_a_batch_shrinks_into_rows_that_are_compiled(monkeypatch):
             and "commit of 1 sequence x 1" not in program.label
         ):
             program.executable = None
-    gate = Gate(monkeypatch, lambda label: "of 1 sequence" in label)
+    gate = hold(lambda label: "of 1 sequence" in label)
     some = [request(llm, case, n) for case, n in zip(CASES[:3], (80, 4, 4), strict=True)]
     step_until(llm, lambda: all(sequence.finished for sequence in some))
     assert [s.output.token_ids for s in some] == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dflash_jax.engine.adaptive import BlockLengths
 from dflash_jax.engine.inputs import mode_of_all, uses_controls
@@ -50,11 +51,29 @@ class PlannedRound:
     programs: list[StepShape]
 
 
+class Offer(NamedTuple):
+    """A round that could be enqueued now, but for its length.
+
+    Attributes:
+        running: its sequences.
+        rows: of its programs.
+        mode: what the most demanding sequence needs.
+        programs: of each length that it may verify, ascending.
+        ready: lengths whose programs are compiled, one at least.
+    """
+
+    running: list[Running]
+    rows: int
+    mode: SamplingMode
+    programs: dict[int, list[StepShape]]
+    ready: list[int]
+
+
 class Planner:
     """Picks among the programs that are compiled, and has better ones compiled meanwhile.
 
     So nobody's stream stops while something is compiled for another. Where nothing is compiled that could go on, the
-    programs of one sequence come first, which can run all, one after the other.
+    programs of one sequence come first, which all can use by turns.
 
     Attributes:
         lengths: chooses how many tokens a round verifies; None where all verify the whole block.
@@ -63,6 +82,7 @@ class Planner:
     def __init__(self, shapes: Shapes, layout: Layout, runner: ModelRunner, lengths: BlockLengths | None):
         self._shapes, self._layout, self._runner = shapes, layout, runner
         self.lengths = lengths
+        self._by_length: dict[tuple, dict[int, list[StepShape]]] = {}
 
     def prefill(self, pending: list[Running]) -> PlannedChunk | None:
         """A prefill of prompts that wait, oldest first; None if none can be made of compiled programs."""
@@ -103,24 +123,29 @@ class Planner:
         return PlannedChunk(pending, starting, rows, width, programs)
 
     def round(self, running: list[Running]) -> PlannedRound | None:
-        """The next round of these sequences, oldest first; None if none can be made of compiled programs.
+        """The next round of these sequences; None if none can be made of compiled programs.
 
-        It may have rows to spare, or another length than would be best. If no program takes all of the sequences, those
-        that came first go on.
+        It may have rows to spare, or another length than would be best. Where no program takes all of the sequences,
+        they take turns, so that none of them stands still.
         """
-        for number in range(len(running), 0, -1):
-            some = running[:number]
-            mode = mode_of_all([r.sequence for r in some])
-            for rows in (size for size in self._shapes.batches if size >= number):
-                planned = self._ready_round(some, rows, mode)
-                if planned is not None:
-                    if number < len(running) or rows > self._shapes.batch(number):
-                        best = self.best_round(running)
-                        self._runner.request(best.programs, is_urgent=number < len(running))
-                    return planned
-        self._runner.request(self._least_round(running).programs, is_urgent=True)
-        self._runner.request(self.best_round(running).programs, is_urgent=False)
-        return None
+        offer = self._offer(running) or self._turn(running)
+        if offer is None:
+            self._runner.request(self._least_round(running).programs, is_urgent=True)
+            self._runner.request(self.best_round(running).programs, is_urgent=False)
+            return None
+        planned = self._chosen(offer)
+        if len(planned.running) < len(running):
+            self._runner.request(self.best_round(running).programs, is_urgent=True)
+        elif planned.rows > self._shapes.batch(len(running)):
+            self._runner.request(self.best_round(running).programs, is_urgent=False)
+        return planned
+
+    def _turn(self, running: list[Running]) -> Offer | None:
+        """As many sequences as compiled programs take, those first whose last round is longest ago."""
+        by_turn = sorted(running, key=lambda r: r.last_round)
+        able = [r for r in by_turn if self._offer([r])]
+        offers = (self._offer(able[:number]) for number in range(len(able), 0, -1))
+        return next(filter(None, offers), None)
 
     def _least_round(self, running: list[Running]) -> PlannedRound:
         """A round of the sequence that came first, by as few programs as any takes."""
@@ -133,20 +158,36 @@ class Planner:
         length = self._lengths_for(running, rows)[-1]
         return PlannedRound(running, rows, length, mode, self.programs(running, rows, length, mode))
 
-    def _ready_round(self, running: list[Running], rows: int, mode: SamplingMode) -> PlannedRound | None:
-        """A round of a program of so many rows, if one is compiled."""
-        offered, pages, deferred = self._lengths_for(running, rows), self._pages_of(running), most_deferred(running)
-        programs = {
-            length: self._shapes.of_round(rows, length, pages, mode, catches_up=catches_up(deferred, length))
-            for length in offered
-        }
-        ready = [length for length in offered if self._runner.is_ready(programs[length])]
-        if not ready:
-            return None
+    def _offer(self, running: list[Running]) -> Offer | None:
+        """A round of all of these, of the fewest rows for which programs are compiled."""
+        mode = mode_of_all([r.sequence for r in running])
+        for rows in self._shapes.batches:
+            if rows >= len(running):
+                programs = self._programs_by_length(running, rows, mode)
+                ready = [length for length in programs if self._runner.is_ready(programs[length])]
+                if ready:
+                    return Offer(running, rows, mode, programs, ready)
+        return None
+
+    def _programs_by_length(self, running: list[Running], rows: int, mode: SamplingMode) -> dict[int, list[StepShape]]:
+        """Those of each length that a round may verify; worked out once, since the host has no time to spare."""
+        lengths, deferred = self._lengths_for(running, rows), most_deferred(running)
+        pages = self._shapes.table(self._pages_of(running))
+        key = rows, lengths, pages, mode, deferred
+        if key not in self._by_length:
+            self._by_length[key] = {
+                length: self._shapes.of_round(rows, length, pages, mode, catches_up=catches_up(deferred, length))
+                for length in lengths
+            }
+        return self._by_length[key]
+
+    def _chosen(self, offer: Offer) -> PlannedRound:
+        """The round of the length that pays most among those that are compiled; one that would pay more is compiled."""
+        running, rows, mode, programs, ready = offer
         length = ready[-1]
-        if len(offered) > 1 and self.lengths is not None:
+        if len(programs) > 1 and self.lengths is not None:
             slots, is_timed = [r.slot for r in running], not self._runner.is_compiling
-            length, wanted = self.lengths.choose_ready(rows, slots, offered, ready, is_timed=is_timed)
+            length, wanted = self.lengths.choose_ready(rows, slots, tuple(programs), ready, is_timed=is_timed)
             if wanted not in ready:
                 self._runner.request(programs[wanted], is_urgent=False)
         return PlannedRound(running, rows, length, mode, programs[length])

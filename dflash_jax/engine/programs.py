@@ -1,12 +1,10 @@
 """The compiled programs of a process: compiled when they are needed or before, dropped when memory maps run short.
 
 A program is compiled from the shapes of its arguments alone, so that any thread may do it while an engine runs others.
-Each has a `jax.jit` of its own: that is what lets one be dropped, which JAX's caches of a shared function do not.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import sys
@@ -20,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from dflash_jax.engine.state import FlatParams
+from dflash_jax.engine.program import Program
 from dflash_jax.errors import ProgramLimitError
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # jax.monitoring's event, one a program
@@ -36,74 +33,6 @@ KEPT = 8  # programs that are never dropped: those of a round and of a prefill m
 HIGHEST_SHARE = 0.9  # of the limit: above it, XLA may be refused a map and abort
 
 logger = logging.getLogger(__name__)
-
-
-class Program:
-    """One step compiled for one set of shapes; call it with the step's positional arguments.
-
-    JAX sees a function of flat arrays: what our classes hold is taken apart and put together here, once a call.
-
-    Args:
-        store: that compiles it.
-        label: names it in logs: the step and its shapes.
-        function: the step.
-        donated: names of its positional arguments that it changes in place.
-        arguments: positional; shapes, dtypes and places count, values do not.
-        static: keyword arguments that are compiled in.
-        compiler_options: XLA's.
-
-    Attributes:
-        step: name of the step.
-        executable: what is compiled of it; None before, and once it was dropped.
-        error: why it could not be compiled beside the engine; whoever calls it next is told.
-        used: when it was called last, as `time.monotonic` counts.
-    """
-
-    def __init__(
-        self,
-        store: Programs,
-        label: str,
-        function: Callable[..., Any],
-        donated: Sequence[str],
-        arguments: Sequence[Any],
-        static: dict[str, Any],
-        compiler_options: dict[str, Any],
-    ):
-        self.label, self.static, self._store, self._function = label, static, store, function
-        self.step = function.__name__
-        self._structure: Any = jax.tree.structure(tuple(arguments))
-        self._leaves = [_shape_of(leaf) for leaf in jax.tree.leaves(tuple(arguments))]
-        self._donated = _donated_leaves(function, donated, arguments)
-        self._options = compiler_options
-        self._result: Any = None  # structure of what it returns
-        self.executable: Callable[..., Any] | None = None
-        self.error: Exception | None = None
-        self.used = 0.0
-
-    @property
-    def key(self) -> tuple:
-        """What two programs have in common that are one."""
-        return self._function, self._structure, tuple(self._leaves), tuple(self.static.items())
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Run it, compiling it first if need be; raises what compiling raised."""
-        executable = self.executable or self._store.compile(self)
-        self.used = time.monotonic()
-        first, *others = arguments
-        parameters = first.leaves if isinstance(first, FlatParams) else jax.tree.leaves(first)
-        return self._result.unflatten(executable(*parameters, *jax.tree.leaves(others)))
-
-    def lower(self) -> jax.stages.Lowered:
-        """Trace it, which is Python's work."""
-
-        def flat(*leaves: Any) -> list[Any]:
-            results = self._function(*self._structure.unflatten(leaves), **self.static)
-            self._result = jax.tree.structure(results)
-            return jax.tree.leaves(results)
-
-        flat.__name__ = self.step  # by which profiles know it
-        jitted = jax.jit(flat, donate_argnums=self._donated, compiler_options=self._options)
-        return jitted.lower(*self._leaves)
 
 
 class MapLimit:
@@ -127,10 +56,11 @@ class Programs:
 
     Args:
         limit: of memory maps, of which programs take half at most; None where programs take none.
+        rehearses: whether programs that are compiled beside streams are run once before they are ready.
     """
 
-    def __init__(self, limit: MapLimit | None = None):
-        self._limit = limit
+    def __init__(self, limit: MapLimit | None = None, *, rehearses: bool = False):
+        self._limit, self._rehearses = limit, rehearses
         self._programs: dict[tuple, Program] = {}
         self._changed = threading.Condition()  # guards all that follows
         self._queue: dict[Program, bool] = {}  # whether each is urgent, in the order of requests
@@ -155,7 +85,7 @@ class Programs:
         compiler_options: dict[str, Any],
     ) -> Program:
         """The program of these arguments, which may not be compiled; those of `Program`."""
-        program = Program(self, label, function, donated, arguments, static, compiler_options)
+        program = Program(self.compile, label, function, donated, arguments, static, compiler_options)
         with self._changed:
             return self._programs.setdefault(program.key, program)
 
@@ -283,6 +213,8 @@ class Programs:
             # What holds Python's lock must not be of low priority: all threads would wait for it. XLA's work may be.
             compilers = None if is_awaited else self._compilers
             executable = lowered.compile() if compilers is None else compilers.submit(lowered.compile).result()
+            if self._rehearses and self.has_streams and not is_awaited:
+                program.rehearse(executable)
             program.executable, program.used = executable, time.monotonic()
         except Exception as error:
             if not is_awaited:
@@ -369,28 +301,5 @@ def compile_counter() -> CompileCounter:
 @cache
 def programs() -> Programs:
     """Those of this process: memory maps are the process's, and engines of the same shapes share what is compiled."""
-    is_limited = jax.default_backend() == "cpu" and Path("/proc/self/maps").exists()
-    return Programs(MapLimit() if is_limited else None)
-
-
-def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """What a program depends on of an argument: arrays that the host hands over may lie anywhere.
-
-    Steps give state back with other words for the same place, which here are one.
-    """
-    place = getattr(leaf, "sharding", None)
-    if isinstance(place, NamedSharding):
-        axes = list(place.spec) if place.mesh.size > 1 else []
-        while axes and axes[-1] is None:
-            axes.pop()
-        place = NamedSharding(place.mesh, PartitionSpec(*axes))
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-
-
-def _donated_leaves(function: Callable[..., Any], donated: Sequence[str], arguments: Sequence[Any]) -> tuple[int, ...]:
-    """Places of the donated arguments' arrays among all arrays."""
-    names = list(inspect.signature(function).parameters)[: len(arguments)]
-    counts = [len(jax.tree.leaves(argument)) for argument in arguments]
-    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-    spans = [range(end - count, end) for name, count, end in zip(names, counts, ends, strict=True) if name in donated]
-    return tuple(place for span in spans for place in span)
+    on_cpu = jax.default_backend() == "cpu"
+    return Programs(MapLimit() if on_cpu and Path("/proc/self/maps").exists() else None, rehearses=on_cpu)

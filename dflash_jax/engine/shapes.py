@@ -148,13 +148,13 @@ class Shapes:
         return next((size for size in self.chunks if size >= LEAST_CHUNK), self.chunks[-1])
 
     def of_lone_requests(self) -> list[StepShape]:
-        """What a lone greedy request needs: first for its first answer, then for speculation."""
+        """What a lone request needs: first for a greedy one's first answer, then for speculation, last for controls."""
         pages, longest = self.tables[-1], self.lengths[-1]
         prefill = self.of_prefill(1, self.chunk_for_all, pages, "greedy", is_scored=False)
         plain, drafted = (
             self.of_round(1, length, pages, "greedy", catches_up=longest > 1 == length) for length in (1, longest)
         )
-        return list(dict.fromkeys([*prefill, *reversed(plain), *drafted]))
+        return list(dict.fromkeys([*prefill, *reversed(plain), *drafted, StepShape("set_controls")]))
 
     def batch(self, sequences: int) -> int:
         """Rows of a round of so many sequences."""

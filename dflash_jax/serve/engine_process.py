@@ -7,6 +7,7 @@ and its server outlives it.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -308,6 +309,9 @@ def main(arguments: list[str]) -> int:
         connection.send(Failed(type(error).__name__, str(error)))
         connection.close()
         return 1
+    # A full collection looks at all that was imported and traced: 170 to 240 ms on 2 cores, and streams stand still.
+    gc.collect()
+    gc.freeze()
     server = EngineServer(connection, frontend, engine)
     config = engine.config
     connection.send(

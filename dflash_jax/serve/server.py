@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import resource
 import socket
@@ -79,6 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     except DFlashError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    gc.collect()
+    gc.freeze()  # else collections would look at all that was imported, and stall the event loop meanwhile
     try:
         server.run(sockets=[listener])
     finally:
