@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax import ProgramLimitError
 from dflash_jax.engine import program as program_module
 from dflash_jax.engine import programs as module
+from dflash_jax.engine.program import Program
 from dflash_jax.engine.programs import KEPT, MapLimit, Programs, programs
 from dflash_jax.engine.shapes import StepShape
 from tests.pairs import golden_llm
@@ -25,7 +27,7 @@ def add(state, x, *, factor):
 
 def program_of(store, factor=1, size=4, function=add, label="add"):
     arguments = (jnp.zeros(size), np.zeros(size, np.float32))
-    return store.find(label, function, ["state"], arguments, {"factor": factor}, {})
+    return store.find(Program(store.compile, label, function, ["state"], arguments, {"factor": factor}, {}))
 
 
 class SimulatedLimit(MapLimit):
@@ -159,6 +161,26 @@ def test_what_is_compiled_beside_streams_is_rehearsed(monkeypatch, is_large):
     jax.effects_barrier()
     assert seen == ([] if is_large else [[0.0] * 4])
     np.testing.assert_array_equal(beside(jnp.ones(4), np.ones(4, np.float32)), [4, 4, 4, 4])
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, which tests on CPUs have")
+def test_what_is_spread_over_devices_is_not_rehearsed():
+    """Two programs over several devices that run at once may wait for each other for ever."""
+    store, seen = Programs(rehearses=True), []
+
+    def watched(state, *, factor):
+        jax.debug.callback(lambda value: seen.append(value), state.sum())
+        return state * factor
+
+    spread = NamedSharding(jax.make_mesh((2,), ("tp",)), PartitionSpec("tp"))
+    state = jax.device_put(jnp.zeros(4), spread)
+    program = store.find(Program(store.compile, "spread", watched, ["state"], [state], {"factor": 2}, {}))
+    store.has_streams = True
+    store.request([program], is_urgent=False)
+    store.join()
+    jax.effects_barrier()
+    assert program.executable is not None
+    assert not seen
 
 
 def code_maps():

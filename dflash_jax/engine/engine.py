@@ -99,7 +99,6 @@ class Engine:
 
     def _forget_steps(self) -> None:
         """Nothing is in flight."""
-        self._num_rounds = 0
         self._in_flight: deque[InFlight | ScoreInFlight] = deque()
         self._follows_prefill = True
         self._clock = RoundClock()
@@ -309,10 +308,8 @@ class Engine:
                 emitted = self.runner.verify_commit(
                     tables(steps["verify_commit"]), block, length, allowed, needed=planned.mode
                 )
-        self._num_rounds += 1
         for running in rounds:
             running.in_flight += 1
-            running.last_round = self._num_rounds
         is_timed = is_alone and compile_counter().count == compiled
         self._push(InFlight(rounds, emitted, length, rows, is_timed))
         self._follows_prefill = False
@@ -354,7 +351,7 @@ class Engine:
             if isinstance(step, ScoreInFlight):
                 take_prompt_logprobs(step.running.sequence, jax.device_get(step.scored), step.start)
                 continue
-            was_ready = step.emitted.packed.is_ready()  # type: ignore[attr-defined]  # jax.Array has it
+            was_ready = step.emitted.packed.is_ready()  # type: ignore[attr-defined]  # jax.Array has it, JAX's stubs do not
             emitted = jax.device_get(step.emitted)
             self._learn(step, emitted, was_ready=was_ready)
             counts = emitted.count.tolist()

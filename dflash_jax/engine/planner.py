@@ -83,6 +83,7 @@ class Planner:
         self._shapes, self._layout, self._runner = shapes, layout, runner
         self.lengths = lengths
         self._by_length: dict[tuple, dict[int, list[StepShape]]] = {}
+        self._num_rounds = 0
 
     def prefill(self, pending: list[Running]) -> PlannedChunk | None:
         """A prefill of prompts that wait, oldest first; None if none can be made of compiled programs."""
@@ -133,6 +134,9 @@ class Planner:
             self._runner.request(self._least_round(running).programs, is_urgent=True)
             self._runner.request(self.best_round(running).programs, is_urgent=False)
             return None
+        self._num_rounds += 1
+        for member in offer.running:
+            member.last_round = self._num_rounds
         planned = self._chosen(offer)
         if len(planned.running) < len(running):
             self._runner.request(self.best_round(running).programs, is_urgent=True)
@@ -141,10 +145,11 @@ class Planner:
         return planned
 
     def _turn(self, running: list[Running]) -> Offer | None:
-        """As many sequences as compiled programs take, those first whose last round is longest ago."""
+        """As many sequences as fill a compiled program, those first whose last round is longest ago."""
         by_turn = sorted(running, key=lambda r: r.last_round)
         able = [r for r in by_turn if self._offer([r])]
-        offers = (self._offer(able[:number]) for number in range(len(able), 0, -1))
+        full = [rows for rows in reversed(self._shapes.batches) if rows < len(able)]
+        offers = (self._offer(able[:number]) for number in (len(able), *full) if able)
         return next(filter(None, offers), None)
 
     def _least_round(self, running: list[Running]) -> PlannedRound:

@@ -75,17 +75,8 @@ class Programs:
         self.num_dropped = 0
         self.has_streams = False  # whether an engine computes meanwhile, which then has a core of its own
 
-    def find(
-        self,
-        label: str,
-        function: Callable[..., Any],
-        donated: Sequence[str],
-        arguments: Sequence[Any],
-        static: dict[str, Any],
-        compiler_options: dict[str, Any],
-    ) -> Program:
-        """The program of these arguments, which may not be compiled; those of `Program`."""
-        program = Program(self.compile, label, function, donated, arguments, static, compiler_options)
+    def find(self, program: Program) -> Program:
+        """The program that is held of this key, which may be compiled already; without one, hold this one."""
         with self._changed:
             return self._programs.setdefault(program.key, program)
 

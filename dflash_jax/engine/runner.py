@@ -19,7 +19,8 @@ from dflash_jax.engine.controls import controls_of, empty_controls
 from dflash_jax.engine.inputs import SamplerRows
 from dflash_jax.engine.memory import Layout, make_caches
 from dflash_jax.engine.model import Model
-from dflash_jax.engine.programs import Program, programs
+from dflash_jax.engine.program import Program
+from dflash_jax.engine.programs import programs
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.shapes import StepShape
 from dflash_jax.engine.sharding import Mesh
@@ -103,9 +104,16 @@ class ModelRunner:
             )
             arguments = arguments_of(shape, state, self.spec, self._confirm)
             function, donated = function_of(shape.step), steps.DONATED[shape.step]
-            self._programs[shape] = self._store.find(
-                str(shape), function, donated, arguments.positional, arguments.static, steps.COMPILER_OPTIONS
+            program = Program(
+                self._store.compile,
+                str(shape),
+                function,
+                donated,
+                arguments.positional,
+                arguments.static,
+                steps.COMPILER_OPTIONS,
             )
+            self._programs[shape] = self._store.find(program)
         return self._programs[shape]
 
     def is_ready(self, shapes: Seq[StepShape]) -> bool:

@@ -57,7 +57,7 @@ class Running:
         text: tokens to prefill: the prompt, and all that was emitted before a preemption but the last token.
         prefilled: how many of them are in the cache.
         in_flight: rounds that are enqueued and not yet read.
-        last_round: number of the last round it took part in, among all rounds of the engine.
+        last_round: number of the last round that was planned for it, among all that the planner has numbered.
         deferred: tokens whose features wait to become context of the drafter, the last ones of the rounds enqueued.
         has_controls: whether the device knows its penalties, biases and stops.
         full: pages of the full group.

@@ -248,7 +248,7 @@ class EngineServer:
                 self._thread.call(lambda _engine: self._tell_aborted(message))
 
     def _tell_aborted(self, message: Add) -> None:
-        """Of a request that has not come as far as the engine."""
+        """Tell the server that a request whose grammar was still being compiled has been aborted."""
         completions = [CompletionDelta(i, "", [], None, [], "abort", None, None) for i in range(message.params.n)]
         self._deltas.append(RequestDelta(message.request_id, completions, True, None, 0, None, None))
         self._flush()

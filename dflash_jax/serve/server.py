@@ -46,7 +46,7 @@ class Server(uvicorn.Server):
         self._client, self._timeout = client, timeout
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Of a signal."""
+        """Drain when the process gets a first signal; at a second one, end what still runs."""
         if self.should_exit:
             self._timeout = 0.0
         self.should_exit = True
