@@ -5,7 +5,8 @@
 Starts a server of the embedded pair (with the flags behind `--`), asks each kind of request alone, and then all of them
 mixed. Exit status 1, and the reasons, unless: every answer that was not cut off is that of the same request asked
 alone, and one that was cut off is the beginning of it; no status is anything but 200; at the end the server holds no
-request, no slot and no page; and the memory of its two processes has not grown since the first third, but for a margin.
+request, no slot and no page; the memory of its two processes has not grown since the first third, but for a margin; and
+the engine never had more than half of the memory maps that Linux gives a process.
 """
 
 from __future__ import annotations
@@ -22,10 +23,28 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 LICENSE = Path(__file__).parents[1] / "LICENSE"
 START_SECONDS, REQUEST_SECONDS = 300, 300
 PROGRAM = 25.0  # megabytes of a step that is compiled meanwhile
+MOST_MAPS = int(Path("/proc/sys/vm/max_map_count").read_text())  # of a process
+
+
+class Sample(NamedTuple):
+    """What a server takes at one time.
+
+    Attributes:
+        server: megabytes of its process.
+        engine: megabytes of the engine's.
+        programs: compiled so far.
+        maps: memory maps of the engine's process.
+    """
+
+    server: float
+    engine: float
+    programs: int
+    maps: int
 
 
 @dataclass
@@ -43,7 +62,7 @@ class Report:
     """What has happened.
 
     Attributes:
-        rss: megabytes of server and engine, and the programs compiled so far, over time.
+        samples: memory over time.
     """
 
     answers: int = 0
@@ -52,7 +71,7 @@ class Report:
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    rss: list[tuple[float, float, int]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
 
 
 class Server:
@@ -103,11 +122,12 @@ class Server:
         held["server_load"] = json.loads((await self.ask("GET", "/load"))[1])["server_load"]
         return {name: value for name, value in held.items() if value}
 
-    async def memory(self) -> tuple[float, float, int]:
-        """Megabytes of server and engine, and the programs compiled so far."""
+    async def memory(self) -> Sample:
+        """What it takes now."""
         pid = self.process.pid
         engine = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-        return resident(pid), resident(engine), int(await self.metric("num_compiles_total"))
+        maps = Path(f"/proc/{engine}/maps").read_bytes().count(b"\n")
+        return Sample(resident(pid), resident(engine), int(await self.metric("num_compiles_total")), maps)
 
 
 def resident(pid: int) -> float:
@@ -152,10 +172,12 @@ def kinds_of_requests(rng: random.Random, count: int) -> list[tuple[str, dict]]:
     lines = [line.strip() for line in LICENSE.read_text().splitlines() if len(line.strip()) > 40]
     kinds = []
     for number in range(count):
-        prompt = " ".join(rng.sample(lines, rng.randint(1, 4)))
+        prompt = " ".join(rng.sample(lines, rng.choice([1, 2, 3, 4, 16])))
         body = {"max_tokens": rng.choice([1, 8, 24, 48, 96, 160]), "temperature": 0}
         match number % 6:
-            case 1 | 2:
+            case 1:
+                body |= {"temperature": 1, "seed": number, "logprobs": 2}
+            case 2:
                 body |= {"temperature": 1, "seed": number}
             case 3:
                 body |= {"temperature": 0.8, "seed": number, "n": 2, "top_p": 0.9}
@@ -238,7 +260,7 @@ class Soak:
         async def worker() -> None:
             for number in numbers:
                 if number % max(num_requests // 20, 1) == 0:
-                    self.report.rss.append(await self.server.memory())
+                    self.report.samples.append(await self.server.memory())
                 await self.one(number)
 
         await asyncio.gather(*[worker() for _ in range(concurrency)])
@@ -249,13 +271,20 @@ class Soak:
                 self.report.failures.append(f"the server still holds {held}")
                 break
             await asyncio.sleep(0.1)
-        self.report.rss.append(await self.server.memory())
+        self.report.samples.append(await self.server.memory())
 
     def check_memory(self, margin: float) -> None:
-        """Compare the last third with the first, programs that were compiled in between aside."""
-        third = max(len(self.report.rss) // 3, 1)
-        for i, name in enumerate(("server", "engine")):
-            level = [each[i] - (PROGRAM * each[2] if name == "engine" else 0) for each in self.report.rss]
+        """Compare the last third with the first, programs compiled in between aside; and the maps with their limit."""
+        samples = self.report.samples
+        most_maps = max(sample.maps for sample in samples)
+        if most_maps > MOST_MAPS // 2:
+            self.report.failures.append(f"the engine had {most_maps} memory maps; at most {MOST_MAPS // 2} may be")
+        third = max(len(samples) // 3, 1)
+        levels = {
+            "server": [sample.server for sample in samples],
+            "engine": [sample.engine - PROGRAM * sample.programs for sample in samples],
+        }
+        for name, level in levels.items():
             growth = statistics.mean(level[-third:]) - statistics.mean(level[:third])
             if growth > margin:
                 self.report.failures.append(f"the {name} has grown by {growth:.0f} MB; at most {margin:.0f} may be")
@@ -271,7 +300,9 @@ def summary(report: Report) -> dict:
         "left by their clients": report.left,
         "seconds": round(report.seconds, 1),
         "latency, seconds": quantiles,
-        "server MB, engine MB, programs": [f"{s:.0f} {e:.0f} {c}" for s, e, c in report.rss],
+        "server MB, engine MB, programs, maps": [
+            f"{s.server:.0f} {s.engine:.0f} {s.programs} {s.maps}" for s in report.samples
+        ],
         "failures": len(report.failures),
     }
 

@@ -1,4 +1,4 @@
-"""A small soak; the whole is `scripts/soak_server.py` without flags."""
+"""A short soak of a server; `scripts/soak_server.py` without flags is the long one."""
 
 import subprocess
 import sys
