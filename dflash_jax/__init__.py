@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dflash_jax.async_llm import AsyncLLM
-    from dflash_jax.core import (
+    from dflash_jax.base.errors import (
+        CheckpointError,
+        ConfigError,
+        DFlashError,
+        EngineDeadError,
+        ProgramLimitError,
+        QueueFullError,
+        RequestError,
+    )
+    from dflash_jax.base.values import (
         CompletionOutput,
         Logprob,
         RequestMetrics,
@@ -19,22 +28,13 @@ if TYPE_CHECKING:
         TextPrompt,
         TokensPrompt,
     )
-    from dflash_jax.errors import (
-        CheckpointError,
-        ConfigError,
-        DFlashError,
-        EngineDeadError,
-        ProgramLimitError,
-        QueueFullError,
-        RequestError,
-    )
     from dflash_jax.llm import LLM
 else:  # where a checker of types would take any name for one of this module
 
     def __getattr__(name: str) -> object:
         """Import a public name; modules that import JAX come last."""
         if name in __all__:
-            for home in ("errors", "core", "llm", "async_llm"):
+            for home in ("base.errors", "base.values", "llm", "async_llm"):
                 module = import_module(f"{__name__}.{home}")
                 if hasattr(module, name):
                     return getattr(module, name)

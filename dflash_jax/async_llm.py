@@ -12,12 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dflash_jax.config import EngineArgs
-from dflash_jax.core import Prompt, RequestOutput, SamplingParams
-from dflash_jax.engine.request import Request
+from dflash_jax.base.errors import EngineDeadError
+from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams
+from dflash_jax.engine.host.request import Request
 from dflash_jax.engine.thread import EngineThread
-from dflash_jax.errors import EngineDeadError
 from dflash_jax.frontend import load
+from dflash_jax.options import EngineArgs
 
 MOST_QUEUED = 4096  # sequences
 logger = logging.getLogger(__name__)

@@ -10,33 +10,23 @@ from typing import Any
 
 import jax
 
-from dflash_jax.checkpoint.folder import alias_drafter, resolve_folder
-from dflash_jax.checkpoint.loader import load_kv_scales, load_params
-from dflash_jax.checkpoint.tokenizer import Tokenizer
-from dflash_jax.config import (
-    DraftConfig,
-    EngineArgs,
-    EngineConfig,
-    Fields,
-    TargetConfig,
-    check_draft_fits,
-    draft_config,
-    read_json,
-    target_config,
-)
-from dflash_jax.core import SEED_LIMIT, CompletionOutput, Prompt, SamplingParams, is_int
-from dflash_jax.engine.constraints import Constraints
+from dflash_jax.base.env import claim_device_memory
+from dflash_jax.base.errors import ConfigError
+from dflash_jax.base.values import SEED_LIMIT, CompletionOutput, Prompt, SamplingParams, is_int
+from dflash_jax.engine.device.memory import explain_out_of_memory
+from dflash_jax.engine.device.model import Model, narrowed, quantized
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.memory import explain_out_of_memory
-from dflash_jax.engine.model import Model, narrowed, quantized
-from dflash_jax.engine.request import Request, cache_salt_of, check_params, tokenize
-from dflash_jax.engine.sequence import Sequence
-from dflash_jax.engine.sharding import Mesh
-from dflash_jax.env import claim_device_memory, enable_compilation_cache
-from dflash_jax.errors import ConfigError
-from dflash_jax.renderer import Renderer
-
-EMBEDDED = Path(__file__).parent / "embedded"
+from dflash_jax.engine.host.constraints import Constraints
+from dflash_jax.engine.host.request import Request, cache_salt_of, check_params, tokenize
+from dflash_jax.engine.host.sequence import Sequence
+from dflash_jax.options import EngineArgs, EngineConfig
+from dflash_jax.parallel.mesh import Mesh
+from dflash_jax.parallel.platform import enable_compilation_cache
+from dflash_jax.spec import DraftConfig, Fields, TargetConfig, check_draft_fits, draft_config, read_json, target_config
+from dflash_jax.text.renderer import Renderer
+from dflash_jax.text.tokenizer import Tokenizer
+from dflash_jax.weights.folder import resolve_folder, resolve_folders
+from dflash_jax.weights.loader import load_kv_scales, load_params
 
 
 class Frontend(Renderer):
@@ -96,19 +86,6 @@ class Frontend(Renderer):
         if self.config.enable_prefix_caching:
             return (salt or "").encode()
         return None if n == 1 else number.encode()
-
-
-def resolve_folders(model: str | Path | None, draft_model: str | Path | None) -> tuple[Path, Path | None]:
-    """The folders of target and drafter; without a model, the embedded pair's, and an alias may have a drafter.
-
-    Raises:
-        CheckpointError: one is neither a folder nor a repository that can be reached.
-    """
-    if model is None:
-        model, draft_model = EMBEDDED / "target", draft_model or EMBEDDED / "draft"
-    elif draft_model is None:
-        draft_model = alias_drafter(model)
-    return resolve_folder(model), None if draft_model is None else resolve_folder(draft_model)
 
 
 def load(model: str | Path | None, draft_model: str | Path | None, args: EngineArgs) -> tuple[Frontend, Engine]:

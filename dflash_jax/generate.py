@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
+from dflash_jax.base.errors import ConfigError, DFlashError
+from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams
 from dflash_jax.bench.acceptance import of_engine
 from dflash_jax.bench.report import histogram_lines
-from dflash_jax.core import Prompt, RequestOutput, SamplingParams
-from dflash_jax.errors import ConfigError, DFlashError
-from dflash_jax.flags import add_engine_arguments
 from dflash_jax.llm import LLM
 from dflash_jax.loading import find_models, load_llm
+from dflash_jax.options.flags import add_engine_arguments
 from dflash_jax.progress import phase
 
 EMBEDDED_PROMPT = (

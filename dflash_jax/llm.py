@@ -10,14 +10,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dflash_jax.config import EngineArgs
-from dflash_jax.core import Prompt, RequestOutput, SamplingParams
-from dflash_jax.engine.inputs import load_of
-from dflash_jax.engine.request import Request, one_each
-from dflash_jax.errors import RequestError
+from dflash_jax.base.errors import RequestError
+from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams
+from dflash_jax.engine.host.inputs import load_of
+from dflash_jax.engine.host.request import Request, one_each
 from dflash_jax.frontend import load, load_other_draft
+from dflash_jax.options import EngineArgs
 from dflash_jax.progress import Begin, phase
-from dflash_jax.renderer import Message
+from dflash_jax.text.renderer import Message
 
 
 class LLM:

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.flags import engine_options
-from dflash_jax.frontend import resolve_folders
 from dflash_jax.llm import LLM
+from dflash_jax.options.flags import engine_options
 from dflash_jax.progress import announce, phase
+from dflash_jax.weights.folder import resolve_folders
 
 Folders = tuple[Path, Path | None]
 

@@ -21,16 +21,18 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from dflash_jax.base.env import claim_device_memory
 from dflash_jax.bench.round_engine import random_sequences
 from dflash_jax.bench.round_models import configs_of, random_params
-from dflash_jax.config import DraftConfig, EngineArgs, EngineConfig, TargetConfig
-from dflash_jax.config.engine import DRAFT_QUANTIZATIONS
-from dflash_jax.engine.adaptive import BlockLengths
+from dflash_jax.engine.device.model import Model, quantized
+from dflash_jax.engine.device.shapes import Load
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.model import Model, quantized
-from dflash_jax.engine.shapes import Load
-from dflash_jax.engine.sharding import Mesh
-from dflash_jax.env import claim_device_memory, enable_compilation_cache
+from dflash_jax.engine.host.adaptive import BlockLengths
+from dflash_jax.options import EngineArgs, EngineConfig
+from dflash_jax.options.engine_config import DRAFT_QUANTIZATIONS
+from dflash_jax.parallel.mesh import Mesh
+from dflash_jax.parallel.platform import enable_compilation_cache
+from dflash_jax.spec import DraftConfig, TargetConfig
 from pallas_kernels.timing import save
 
 SLIDING_WINDOW = 2048  # of all layers of the drafter but the last

@@ -37,19 +37,21 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from dflash_jax import SamplingParams
-from dflash_jax.config import EngineArgs, draft_config, target_config
 from dflash_jax.engine import engine as host
-from dflash_jax.engine.adaptive import BlockLengths
-from dflash_jax.engine.planner import Planner
-from dflash_jax.engine.programs import Program, Programs
-from dflash_jax.engine.request import Request
-from dflash_jax.engine.runner import ModelRunner
-from dflash_jax.engine.scheduler import Scheduler
-from dflash_jax.engine.sequence import Sequence
-from dflash_jax.engine.sharding import Mesh
-from dflash_jax.engine.state import Emitted, FlatParams, Logprobs
-from dflash_jax.frontend import EMBEDDED, load
-from dflash_jax.models.tables import checkpoint_shape, checkpoint_table
+from dflash_jax.engine.device.slots import Emitted, FlatParams, Logprobs
+from dflash_jax.engine.host.adaptive import BlockLengths
+from dflash_jax.engine.host.request import Request
+from dflash_jax.engine.host.scheduler import Scheduler
+from dflash_jax.engine.host.sequence import Sequence
+from dflash_jax.engine.programs.planner import Planner
+from dflash_jax.engine.programs.runner import ModelRunner
+from dflash_jax.engine.programs.store import Program, Programs
+from dflash_jax.frontend import load
+from dflash_jax.options import EngineArgs
+from dflash_jax.parallel.mesh import Mesh
+from dflash_jax.spec import draft_config, target_config
+from dflash_jax.weights.folder import EMBEDDED
+from dflash_jax.weights.tables import checkpoint_shape, checkpoint_table
 
 ROOT = Path(__file__).resolve().parents[1]
 BAR_MS = 1.0  # a round of the plain cases, at 32 slots

@@ -20,10 +20,10 @@ import ml_dtypes
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from dflash_jax.checkpoint.export import save_json, save_tensors
-from dflash_jax.checkpoint.folder import alias_folder
-from dflash_jax.config import TargetConfig, target_config
-from dflash_jax.models.tables import checkpoint_shape, checkpoint_table
+from dflash_jax.spec import TargetConfig, target_config
+from dflash_jax.weights.export import save_json, save_tensors
+from dflash_jax.weights.folder import alias_folder
+from dflash_jax.weights.tables import checkpoint_shape, checkpoint_table
 
 try:
     import gguf

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from dflash_jax.checkpoint.export import save_model
-from dflash_jax.checkpoint.loader import load_params
-from dflash_jax.checkpoint.safetensors import SINGLE_NAME
-from dflash_jax.config import draft_config, read_json
+from dflash_jax.spec import draft_config, read_json
+from dflash_jax.weights.export import save_model
+from dflash_jax.weights.loader import load_params
+from dflash_jax.weights.safetensors import SINGLE_NAME
 
 
 def quantize(source: Path, out: Path) -> int:

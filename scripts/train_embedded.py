@@ -37,15 +37,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dflash_jax.checkpoint.export import save_json, save_model
-from dflash_jax.checkpoint.loader import Params, load_params
-from dflash_jax.config import TargetConfig, read_json, target_config
 from dflash_jax.models.layers import KVCache
-from dflash_jax.models.linear import logits_of
-from dflash_jax.models.quantized import to_e4m3
-from dflash_jax.models.tables import PROJECTIONS, Parameter, build, checkpoint_table, output_axes, parameters_of
 from dflash_jax.models.target import TargetModel
+from dflash_jax.spec import TargetConfig, read_json, target_config
 from dflash_jax.train.cache import SequenceCache
+from dflash_jax.weights.export import save_json, save_model
+from dflash_jax.weights.formats.fp8 import to_e4m3
+from dflash_jax.weights.formats.weight import logits_of
+from dflash_jax.weights.loader import Params, load_params
+from dflash_jax.weights.tables import PROJECTIONS, Parameter, build, checkpoint_table, output_axes, parameters_of
 
 EOS, MASK = "<|endoftext|>", "<|mask|>"
 VOCAB_SIZE = 4096

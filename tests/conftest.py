@@ -23,7 +23,7 @@ import jax
 import jaxtyping
 import pytest
 
-from dflash_jax.engine.programs import programs
+from dflash_jax.engine.programs.store import programs
 
 DATA = Path(__file__).parent / "data"
 

@@ -35,12 +35,12 @@ from safetensors.flax import save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.cache.dense import DenseKVCache
-from dflash_jax.checkpoint.loader import Params
-from dflash_jax.config import DecoderConfig, DraftConfig, TargetConfig, draft_config, target_config
-from dflash_jax.models.dflash import DraftModel
-from dflash_jax.models.tables import checkpoint_tensors
+from dflash_jax.models.drafters.dflash import DraftModel
 from dflash_jax.models.target import TargetModel
+from dflash_jax.spec import DecoderConfig, DraftConfig, TargetConfig, draft_config, target_config
+from dflash_jax.state.dense_kv import DenseKVCache
+from dflash_jax.weights.loader import Params
+from dflash_jax.weights.tables import checkpoint_tensors
 
 ROOT = Path(__file__).resolve().parents[1]
 EOS, MASK = "<|endoftext|>", "<|mask|>"

@@ -11,12 +11,12 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.cache.dense import DenseKVCache
-from dflash_jax.config import DraftConfig, TargetConfig, draft_config, target_config
-from dflash_jax.engine.inputs import mode_of_all
-from dflash_jax.engine.planner import PlannedRound
-from dflash_jax.engine.programs import Program
-from dflash_jax.models.tables import checkpoint_shape, checkpoint_table
+from dflash_jax.engine.host.inputs import mode_of_all
+from dflash_jax.engine.programs.planner import PlannedRound
+from dflash_jax.engine.programs.store import Program
+from dflash_jax.spec import DraftConfig, TargetConfig, draft_config, target_config
+from dflash_jax.state.dense_kv import DenseKVCache
+from dflash_jax.weights.tables import checkpoint_shape, checkpoint_table
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 RECITER = Path(__file__).parent / "pair"  # knows the licence of this repository by heart

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.cache.dense import DenseKVCache
-from dflash_jax.checkpoint.loader import load_params
-from dflash_jax.config import TargetConfig, read_json, target_config
 from dflash_jax.models.target import TargetModel
+from dflash_jax.spec import TargetConfig, read_json, target_config
+from dflash_jax.state.dense_kv import DenseKVCache
+from dflash_jax.weights.loader import load_params
 
 TOLERANCE = 1e-4
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.engine.adaptive import LEAD, BlockLengths, RoundClock
+from dflash_jax.engine.host.adaptive import LEAD, BlockLengths, RoundClock
 
 LENGTHS = (1, 2, 4, 8, 16)
 SLOTS = 64

@@ -9,13 +9,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from dflash_jax import LLM
-from dflash_jax.checkpoint.folder import resolve_folder
-from dflash_jax.checkpoint.loader import load_params
-from dflash_jax.checkpoint.safetensors import list_tensors
-from dflash_jax.checkpoint.tokenizer import Tokenizer
-from dflash_jax.config import draft_config, target_config
-from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.models.tables import checkpoint_shape, checkpoint_table, checkpoint_tensors, parameters_of
+from dflash_jax.base.errors import CheckpointError, ConfigError
+from dflash_jax.spec import draft_config, target_config
+from dflash_jax.text.tokenizer import Tokenizer
+from dflash_jax.weights.folder import resolve_folder
+from dflash_jax.weights.loader import load_params
+from dflash_jax.weights.safetensors import list_tensors
+from dflash_jax.weights.tables import checkpoint_shape, checkpoint_table, checkpoint_tensors, parameters_of
 from tests.pairs import DRAFT, TARGET, random_tensors, write_byte_tokenizer, write_model
 
 CONFIG = target_config(TARGET)

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from dflash_jax import LLM, SamplingParams, StructuredOutputsParams
-from dflash_jax.engine.shapes import Shapes, ladder
+from dflash_jax.engine.device.shapes import Shapes, ladder
 from tests.pairs import BYTE_VOCABULARY, DRAFT, EOS, MASK, TARGET, prompt, write_byte_tokenizer, write_model
 
 

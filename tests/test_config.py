@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
-from dflash_jax.config import EngineArgs, EngineConfig, LayerMask, check_draft_fits, draft_config, target_config
-from dflash_jax.config.draft import default_target_layer_ids
-from dflash_jax.errors import ConfigError
+from dflash_jax.base.errors import ConfigError
+from dflash_jax.options import EngineArgs, EngineConfig
+from dflash_jax.spec import LayerMask, check_draft_fits, draft_config, target_config
+from dflash_jax.spec.draft import default_target_layer_ids
 from tests.pairs import DRAFT, TARGET
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.hf import from_tokenizer
 
-from dflash_jax.checkpoint.tokenizer import Tokenizer
-from dflash_jax.core import SamplingParams, StructuredOutputsParams
-from dflash_jax.engine.constraints import (
+from dflash_jax.base.errors import RequestError
+from dflash_jax.base.values import SamplingParams, StructuredOutputsParams
+from dflash_jax.engine.host.constraints import (
     BadWords,
     Constraint,
     Constraints,
@@ -22,7 +22,7 @@ from dflash_jax.engine.constraints import (
     fill_masks,
     llguidance_grammar,
 )
-from dflash_jax.errors import RequestError
+from dflash_jax.text.tokenizer import Tokenizer
 from tests.pairs import EOS, RECITER, write_byte_tokenizer
 
 SCHEMA = {

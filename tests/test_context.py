@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.cache import paged as module
-from dflash_jax.cache.dense import DenseKVCache
-from dflash_jax.cache.paged import PagedKVCache, Place
 from dflash_jax.models.layers import ContextCache
+from dflash_jax.state import paged_kv as module
+from dflash_jax.state.dense_kv import DenseKVCache
+from dflash_jax.state.paged_kv import PagedKVCache, Place
 from dflash_jax.train.cache import SequenceCache
 from pallas_kernels import Rotary, _compat
 from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, mesh_of

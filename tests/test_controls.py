@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.engine.controls import bits_of, count_emitted, process, unpack_bits
-from dflash_jax.engine.state import Controls
+from dflash_jax.engine.device.controls import bits_of, count_emitted, process, unpack_bits
+from dflash_jax.engine.device.slots import Controls
 from tests.test_sampling import sampler
 
 VOCABULARY = 40  # more than a word of bits

@@ -5,8 +5,8 @@ That what is written is right is in test_traps.py.
 
 import pytest
 
-from dflash_jax.engine.scheduler import Scheduler
-from dflash_jax.engine.state import DEFERRED
+from dflash_jax.engine.device.slots import DEFERRED
+from dflash_jax.engine.host.scheduler import Scheduler
 from tests.pairs import around_step, choose_lengths, golden_cases, golden_llm, greedy, prompt, tokens_of
 
 PAIR = "qwen3_swa_tied"

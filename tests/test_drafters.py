@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM
-from dflash_jax.checkpoint import folder as folders
-from dflash_jax.checkpoint.folder import ALIASES, DRAFTERS, alias_drafter
-from dflash_jax.checkpoint.loader import load_params
-from dflash_jax.checkpoint.safetensors import list_tensors
-from dflash_jax.config import check_draft_fits, draft_config, read_json, target_config
+from dflash_jax.spec import check_draft_fits, draft_config, read_json, target_config
+from dflash_jax.weights import folder as folders
+from dflash_jax.weights.folder import ALIASES, DRAFTERS, alias_drafter
+from dflash_jax.weights.loader import load_params
+from dflash_jax.weights.safetensors import list_tensors
 from scripts import quantize_drafter
 from tests.pairs import DRAFT, TARGET, greedy, tokens_of, write_model
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dflash_jax import LLM, SamplingParams, generate
-from dflash_jax.frontend import EMBEDDED
+from dflash_jax.weights.folder import EMBEDDED
 from tests.pairs import greedy, tokens_of
 from tests.serve.live import Live, free_port, start
 

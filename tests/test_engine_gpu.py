@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.cache import paged
-from dflash_jax.engine import round as steps
-from dflash_jax.engine.programs import programs
-from dflash_jax.models import parallel
+from dflash_jax.engine.device import steps
+from dflash_jax.engine.programs.store import programs
+from dflash_jax.parallel import collectives as parallel
+from dflash_jax.state import paged_kv as paged
 from tests.pairs import DRAFT, TARGET, around_step, prompt, write_model
 
 pytestmark = pytest.mark.gpu

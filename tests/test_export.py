@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.checkpoint import export
-from dflash_jax.checkpoint.export import draft_raw_config, quantize_rows, save_json, save_model, save_tensors
-from dflash_jax.checkpoint.loader import load_params
-from dflash_jax.checkpoint.safetensors import list_tensors
-from dflash_jax.config import DraftConfig, LayerMask, RopeConfig, draft_config, read_json, target_config
-from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.models.tables import checkpoint_tensors
+from dflash_jax.base.errors import CheckpointError, ConfigError
+from dflash_jax.spec import DraftConfig, LayerMask, RopeConfig, draft_config, read_json, target_config
+from dflash_jax.weights import export
+from dflash_jax.weights.export import draft_raw_config, quantize_rows, save_json, save_model, save_tensors
+from dflash_jax.weights.loader import load_params
+from dflash_jax.weights.safetensors import list_tensors
+from dflash_jax.weights.tables import checkpoint_tensors
 from tests.pairs import DRAFT, TARGET, write_model
 
 HALF_STEP = 2.0**-4  # of e4m3: 3 bits of mantissa, so half a step is 1/16 of a number at most

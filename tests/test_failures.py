@@ -10,10 +10,10 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_jax import LLM, SamplingParams, StructuredOutputsParams
 from dflash_jax.engine import engine as engine_module
-from dflash_jax.engine import inputs
-from dflash_jax.engine.constraints import Constraint
-from dflash_jax.engine.sharding import Mesh
-from dflash_jax.engine.state import Caches, Tables
+from dflash_jax.engine.device.slots import Caches, Tables
+from dflash_jax.engine.host import inputs
+from dflash_jax.engine.host.constraints import Constraint
+from dflash_jax.parallel.mesh import Mesh
 from tests.conftest import ON_GPU
 from tests.pairs import GOLDEN, around_step, assert_empty, golden_cases, golden_llm, greedy, prompt, reciter, tokens_of
 

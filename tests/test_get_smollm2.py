@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM
-from dflash_jax.checkpoint import folder as folders
-from dflash_jax.checkpoint.folder import resolve_folder
-from dflash_jax.checkpoint.loader import load_params
-from dflash_jax.checkpoint.tokenizer import Tokenizer
-from dflash_jax.config import read_json, target_config
-from dflash_jax.errors import CheckpointError
-from dflash_jax.frontend import resolve_folders
-from dflash_jax.models.tables import checkpoint_tensors
+from dflash_jax.base.errors import CheckpointError
+from dflash_jax.spec import read_json, target_config
+from dflash_jax.text.tokenizer import Tokenizer
+from dflash_jax.weights import folder as folders
+from dflash_jax.weights.folder import resolve_folder, resolve_folders
+from dflash_jax.weights.loader import load_params
+from dflash_jax.weights.tables import checkpoint_tensors
 from tests.pairs import DRAFT, TARGET, write_model
 
 gguf = pytest.importorskip("gguf", reason="scripts/get_smollm2.py needs it, the package does not")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dflash_jax.models.dflash import DraftModel
+from dflash_jax.models.drafters.dflash import DraftModel
 from dflash_jax.models.target import TargetModel
 from tests.pairs import GOLDEN, GOLDEN_PAIRS, empty_cache, golden_cases, golden_llm, greedy, prompt
 

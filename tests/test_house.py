@@ -12,91 +12,37 @@ import dflash_jax
 ROOT = Path(__file__).parent.parent
 FILES = [*ROOT.glob("dflash_jax/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]
 
-# What each room may import, besides itself. core, errors and config are at the bottom.
-ARROWS = {
-    "pallas_kernels": set(),
-    "errors": set(),
-    "env": set(),
-    "progress": set(),
-    "core": {"errors"},
-    "config": {"core", "errors", "pallas_kernels"},
-    "models": {"config", "errors", "pallas_kernels"},
-    "cache": {"config", "errors", "pallas_kernels"},
-    "checkpoint": {"models", "config", "core", "env", "errors"},
-    "engine": {"progress", "cache", "checkpoint", "models", "config", "core", "env", "errors", "pallas_kernels"},
-    "renderer": {"checkpoint", "config", "core", "errors"},
-    "frontend": {"renderer", "engine", "checkpoint", "config", "core", "env", "errors"},
-    "serve": {"frontend", "renderer", "engine", "checkpoint", "config", "core", "env", "errors"},
-    "commands": {"errors"},
-    "flags": {"config"},
-    "bench": {
-        "loading",
-        "commands",
-        "flags",
-        "progress",
-        "llm",
-        "frontend",
-        "engine",
-        "checkpoint",
-        "models",
-        "config",
-        "core",
-        "env",
-        "errors",
-        "pallas_kernels",
-    },
-    "loading": {"flags", "frontend", "llm", "progress"},
-    "async_llm": {"frontend", "engine", "config", "core", "errors"},
-    "llm": {"progress", "frontend", "renderer", "engine", "config", "core", "errors"},
-    "eval": {
-        "loading",
-        "bench",
-        "commands",
-        "flags",
-        "progress",
-        "train",
-        "llm",
-        "frontend",
-        "renderer",
-        "checkpoint",
-        "config",
-        "core",
-        "errors",
-    },
-    "train": {
-        "loading",
-        "eval",
-        "flags",
-        "progress",
-        "llm",
-        "frontend",
-        "engine",
-        "cache",
-        "checkpoint",
-        "models",
-        "config",
-        "core",
-        "env",
-        "errors",
-        "pallas_kernels",
-    },
-    "generate": {"bench", "loading", "flags", "progress", "llm", "frontend", "config", "core", "errors"},
-}
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+
+
+def drawn_arrows() -> dict[str, set[str]]:
+    """What each room may import, as the picture in docs/architecture.md says: a line for each room, lowest first."""
+    picture = ARCHITECTURE.read_text().split("```rooms\n")[1].split("```")[0]
+    lines = (line.split("#")[0].split() for line in picture.splitlines())
+    return {name: set(imported) for name, *imported in filter(None, lines)}
+
+
+ARROWS = drawn_arrows()
+MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in FILES}
 
 
 def room(module: str) -> str | None:
-    parts = module.split(".")
-    if parts[0] == "pallas_kernels":
-        return parts[0]
-    return parts[1] if parts[0] == "dflash_jax" and len(parts) > 1 else None
+    """The room of a module of this project: the longest drawn name that it begins with; None for other modules."""
+    if module.split(".")[0] not in ("dflash_jax", "pallas_kernels"):
+        return None
+    parts = module.removeprefix("dflash_jax.").split(".")
+    names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((name for name in names if name in ARROWS), None)
 
 
 def imports(file: Path):
+    """Modules that a file imports; of `from package import module`, the module."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in MODULES else node.module for name in names)
 
 
 def module_of(file: Path) -> str:
@@ -104,12 +50,37 @@ def module_of(file: Path) -> str:
 
 
 @pytest.mark.parametrize("file", FILES, ids=module_of)
-def test_arrows_go_one_way(file):
-    own = room(module_of(file))
-    if own is None:  # dflash_jax itself re-exports
+def test_imports_are_those_of_the_picture(file):
+    home = room(module_of(file))
+    if home is None:  # dflash_jax itself re-exports
+        assert module_of(file) == "dflash_jax"
         return
-    used = {room(name) for name in imports(file)} - {own, None}
-    assert used <= ARROWS[own], f"{own} may not import {used - ARROWS[own]}"
+    used = {room(name) for name in imports(file)} - {home, None}
+    assert used <= ARROWS[home], f"{home} may not import {used - ARROWS[home]}"
+
+
+def test_the_picture_has_no_circle_and_no_arrow_too_many():
+    below: list[str] = []
+    for name, imported in ARROWS.items():
+        assert imported <= {*below}, f"{name} is drawn below {imported - {*below}}, which it imports"
+        below.append(name)
+    used = {(room(module_of(file)), room(name)) for file in FILES for name in imports(file)}
+    assert {(name, other) for name, others in ARROWS.items() for other in others} <= used
+
+
+LIGHT = {  # what each of these must not bring along: seconds of start, and hundreds of megabytes
+    "dflash_jax.base.values": ("jax", "pallas_kernels", "transformers"),
+    "dflash_jax.spec": ("jax", "pallas_kernels", "transformers"),
+    "dflash_jax.options": ("jax", "pallas_kernels", "transformers"),
+    "dflash_jax.text.renderer": ("jax", "pallas_kernels"),
+    "dflash_jax.serve.server": ("jax", "pallas_kernels", "torch"),
+}
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_what_needs_no_jax_imports_none(module):
+    code = f"import {module}, sys; print(sorted({{*{LIGHT[module]!r}}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("file", FILES, ids=module_of)

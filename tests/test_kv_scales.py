@@ -13,13 +13,14 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 from dflash_jax import LLM
-from dflash_jax.checkpoint.loader import KVScales, load_kv_scales, load_params
-from dflash_jax.config import EngineArgs, EngineConfig, draft_config, target_config
-from dflash_jax.engine.memory import make_caches, plan_layout
-from dflash_jax.engine.sharding import Mesh
-from dflash_jax.engine.state import Tables
-from dflash_jax.errors import CheckpointError
+from dflash_jax.base.errors import CheckpointError
+from dflash_jax.engine.device.memory import make_caches, plan_layout
+from dflash_jax.engine.device.slots import Tables
 from dflash_jax.models.target import TargetModel
+from dflash_jax.options import EngineArgs, EngineConfig
+from dflash_jax.parallel.mesh import Mesh
+from dflash_jax.spec import draft_config, target_config
+from dflash_jax.weights.loader import KVScales, load_kv_scales, load_params
 from tests.pairs import DRAFT, TARGET, greedy, prompt, random_tensors, tokens_of, write_model
 
 LLAMA = TARGET | {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 8, "num_key_value_heads": 4}

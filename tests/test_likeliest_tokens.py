@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.engine import acceptance
-from dflash_jax.engine.programs import programs
+from dflash_jax.engine.device import acceptance
+from dflash_jax.engine.programs.store import programs
 from tests.pairs import golden_cases, golden_llm, greedy, prompt
 from tests.test_golden import assert_matches_reference
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM, ConfigError, RequestError, SamplingParams, generate
-from dflash_jax.engine import round as steps
+from dflash_jax.engine.device import steps
 from tests.pairs import (
     BYTE_VOCABULARY,
     DRAFT,

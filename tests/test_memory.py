@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from dflash_jax import LLM
-from dflash_jax.config import EngineArgs, EngineConfig, draft_config, target_config
-from dflash_jax.engine import memory
-from dflash_jax.engine.memory import (
+from dflash_jax.base.errors import ConfigError
+from dflash_jax.engine.device import memory
+from dflash_jax.engine.device.memory import (
     FULL,
     SLIDING,
     capacity_of,
@@ -20,10 +20,11 @@ from dflash_jax.engine.memory import (
     place_layers,
     plan_layout,
 )
-from dflash_jax.engine.scheduler import Layout
-from dflash_jax.engine.sharding import Mesh
-from dflash_jax.engine.state import DEFERRED
-from dflash_jax.errors import ConfigError
+from dflash_jax.engine.device.slots import DEFERRED
+from dflash_jax.options import EngineArgs, EngineConfig
+from dflash_jax.parallel.mesh import Mesh
+from dflash_jax.spec import draft_config, target_config
+from dflash_jax.state.layout import Layout
 from tests.pairs import DRAFT, TARGET, write_model
 
 QWEN3_8B = TARGET | {

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax import LLM
-from dflash_jax.cache.dense import DenseKVCache
-from dflash_jax.models.dflash import DraftModel
+from dflash_jax.models.drafters.dflash import DraftModel
 from dflash_jax.models.target import TargetModel
+from dflash_jax.state.dense_kv import DenseKVCache
 from tests import oracle
 from tests.pairs import greedy, prompt, write_model
 

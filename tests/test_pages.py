@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dflash_jax.cache.pages import PagePool, extend_hashes
+from dflash_jax.state.pages import PagePool, extend_hashes
 
 PAGES = 6
 

@@ -7,13 +7,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from dflash_jax.config import target_config
-from dflash_jax.engine.round import bind_target
-from dflash_jax.engine.state import StepSpec
-from dflash_jax.models import parallel
-from dflash_jax.models.parallel import Devices, likeliest, look_up, project_add_norm
-from dflash_jax.models.quantized import Quantized, to_e4m3
-from dflash_jax.models.tables import build, checkpoint_table, parameters_of
+from dflash_jax.engine.device.slots import StepSpec
+from dflash_jax.engine.device.steps import bind_target
+from dflash_jax.parallel import collectives as parallel
+from dflash_jax.parallel.collectives import Devices, likeliest, look_up, project_add_norm
+from dflash_jax.spec import target_config
+from dflash_jax.weights.formats.fp8 import Quantized, to_e4m3
+from dflash_jax.weights.tables import build, checkpoint_table, parameters_of
 from pallas_kernels import Peers, _compat
 from tests.pairs import TARGET, empty_cache
 

@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from dflash_jax.core import MOST_LOGPROBS, SamplingParams, StructuredOutputsParams
-from dflash_jax.engine.request import cache_salt_of, check_params, tokenize
-from dflash_jax.errors import RequestError
+from dflash_jax.base.errors import RequestError
+from dflash_jax.base.values import MOST_LOGPROBS, SamplingParams, StructuredOutputsParams
+from dflash_jax.engine.host.request import cache_salt_of, check_params, tokenize
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"type": "string"}}}
 FULL = {

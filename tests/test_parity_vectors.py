@@ -5,7 +5,7 @@ import pytest
 from safetensors.numpy import load_file
 from transformers import AutoConfig
 
-from dflash_jax.config import read_json, target_config
+from dflash_jax.spec import read_json, target_config
 from tests.conftest import DATA
 from tests.parity_check import Target, check, chunked, whole
 

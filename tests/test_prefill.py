@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.config import target_config
 from dflash_jax.models.target import TargetModel
+from dflash_jax.spec import target_config
 from tests.pairs import TARGET, empty_cache, prompt, write_model
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 60, (1, 9)))

@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax import ProgramLimitError
-from dflash_jax.engine import program as program_module
-from dflash_jax.engine import programs as module
-from dflash_jax.engine.program import Program
-from dflash_jax.engine.programs import KEPT, MapLimit, Programs, programs
-from dflash_jax.engine.shapes import StepShape
+from dflash_jax.engine.device.shapes import StepShape
+from dflash_jax.engine.programs import program as program_module
+from dflash_jax.engine.programs import store as module
+from dflash_jax.engine.programs.program import Program
+from dflash_jax.engine.programs.store import KEPT, MapLimit, Programs, programs
 from tests.pairs import golden_llm
 
 MAPS_EACH = 100  # of the programs of a simulated process

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM, ConfigError, SamplingParams
-from dflash_jax.checkpoint.loader import load_params
 from dflash_jax.engine import engine as engine_module
-from dflash_jax.models.dflash import DraftModel
-from dflash_jax.models.linear import logits_of, project
-from dflash_jax.models.parallel import Devices
-from dflash_jax.models.quantized import CONTEXT, QUANTIZED, Quantized, QuantizedRows, to_e4m3
+from dflash_jax.models.drafters.dflash import DraftModel
+from dflash_jax.parallel.collectives import Devices
+from dflash_jax.weights.formats.fp8 import CONTEXT, QUANTIZED, Quantized, QuantizedRows, to_e4m3
+from dflash_jax.weights.formats.weight import logits_of, project
+from dflash_jax.weights.loader import load_params
 from pallas_kernels import _compat
 from tests.kernels.cases import cuda_lowering
 from tests.pairs import (

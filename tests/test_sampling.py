@@ -7,8 +7,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from dflash_jax.engine.sampling import gumbel, keep_min_p, keep_top_k_top_p, logprobs_of, sample
-from dflash_jax.engine.state import Sampler
+from dflash_jax.engine.device.sampling import gumbel, keep_min_p, keep_top_k_top_p, logprobs_of, sample
+from dflash_jax.engine.device.slots import Sampler
 
 
 def sampler(rows=1, *, temperature=1.0, top_p=1.0, top_k=10**6, min_p=0.0, seeds=None):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM
-from dflash_jax.checkpoint.loader import load_params
-from dflash_jax.config import draft_config, target_config
-from dflash_jax.models.linear import project
-from dflash_jax.models.tables import PROJECTIONS
-from dflash_jax.models.transposed import Transposed, inputs_first
+from dflash_jax.spec import draft_config, target_config
+from dflash_jax.weights.formats.transposed import Transposed, inputs_first
+from dflash_jax.weights.formats.weight import project
+from dflash_jax.weights.loader import load_params
+from dflash_jax.weights.tables import PROJECTIONS
 from tests.pairs import DRAFT, TARGET, greedy, prompt, tokens_of, write_model
 
 

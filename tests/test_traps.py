@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from dflash_jax import frontend
-from dflash_jax.config import LayerMask
-from dflash_jax.engine import round as steps
-from dflash_jax.engine.programs import programs
-from dflash_jax.engine.state import DEFERRED, Slots
-from dflash_jax.models.dflash import DraftModel
+from dflash_jax.engine.device import steps
+from dflash_jax.engine.device.slots import DEFERRED, Slots
+from dflash_jax.engine.programs.store import programs
+from dflash_jax.models.drafters.dflash import DraftModel
 from dflash_jax.models.layers import rms_norm
+from dflash_jax.spec import LayerMask
 from tests.pairs import choose_lengths, empty_cache, golden_cases, golden_llm, greedy, prompt, tokens_of
 
 PAIR = "qwen3_swa_tied"

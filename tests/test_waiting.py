@@ -6,10 +6,10 @@ import time
 import pytest
 
 from dflash_jax import SamplingParams
-from dflash_jax.engine.program import Program
-from dflash_jax.engine.programs import MapLimit, Programs, programs
-from dflash_jax.engine.shapes import Load, Shapes
-from dflash_jax.engine.sharding import Mesh
+from dflash_jax.engine.device.shapes import Load, Shapes
+from dflash_jax.engine.programs.program import Program
+from dflash_jax.engine.programs.store import MapLimit, Programs, programs
+from dflash_jax.parallel.mesh import Mesh
 from tests.pairs import golden_cases, golden_llm, greedy, prompt, tokens_of
 
 PAIR = "qwen3_swa_tied"

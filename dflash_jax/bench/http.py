@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.base.errors import ConfigError
 
 READ_SIZE = 65_536  # bytes
 

@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dflash_jax.base.errors import DFlashError
+from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams
 from dflash_jax.bench import acceptance as accepted
 from dflash_jax.bench import report, workload
 from dflash_jax.bench.stats import RequestRecord
 from dflash_jax.bench.workload import SampleRequest
-from dflash_jax.core import Prompt, RequestOutput, SamplingParams
-from dflash_jax.env import runs_on_cpus
-from dflash_jax.errors import DFlashError
-from dflash_jax.flags import add_engine_arguments
 from dflash_jax.llm import LLM
 from dflash_jax.loading import find_models, load_llm
+from dflash_jax.options.flags import add_engine_arguments
+from dflash_jax.parallel.platform import runs_on_cpus
 from dflash_jax.progress import phase
 
 HELP = "run a workload through the engine in process and measure throughput and acceptance"

@@ -15,9 +15,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dflash_jax.base.errors import ConfigError
 from dflash_jax.bench.acceptance import Acceptance
 from dflash_jax.bench.stats import PERCENTILES, RequestRecord, summarize
-from dflash_jax.errors import ConfigError
 from dflash_jax.progress import phase
 
 REDACTED = "***"

@@ -23,17 +23,19 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from dflash_jax.base.env import claim_device_memory
+from dflash_jax.base.errors import ConfigError, DFlashError
 from dflash_jax.bench import round_report, round_trace
 from dflash_jax.bench.round_engine import RoundEngine, decode, finish, random_sequences, step, time_prefill
 from dflash_jax.bench.round_models import PRESETS, configs_of, random_params
-from dflash_jax.config import DraftConfig, EngineArgs, EngineConfig, TargetConfig
-from dflash_jax.config.engine import DRAFT_QUANTIZATIONS, DTYPES, KV_CACHE_DTYPES
-from dflash_jax.engine.memory import explain_out_of_memory
-from dflash_jax.engine.model import Model, quantized
-from dflash_jax.engine.sharding import Mesh
-from dflash_jax.env import claim_device_memory, enable_compilation_cache
-from dflash_jax.errors import ConfigError, DFlashError
+from dflash_jax.engine.device.memory import explain_out_of_memory
+from dflash_jax.engine.device.model import Model, quantized
+from dflash_jax.options import EngineArgs, EngineConfig
+from dflash_jax.options.engine_config import DRAFT_QUANTIZATIONS, DTYPES, KV_CACHE_DTYPES
+from dflash_jax.parallel.mesh import Mesh
+from dflash_jax.parallel.platform import enable_compilation_cache
 from dflash_jax.progress import Phase, phase
+from dflash_jax.spec import DraftConfig, TargetConfig
 from pallas_kernels.timing import copy_bandwidth, environment
 
 HELP = "measure draft-verify rounds of the engine alone, with random weights of a model's exact shapes"

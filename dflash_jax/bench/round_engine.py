@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from dflash_jax.core import CompletionOutput, SamplingParams
-from dflash_jax.engine.acceptance import accepted
+from dflash_jax.base.errors import DFlashError
+from dflash_jax.base.values import CompletionOutput, SamplingParams
+from dflash_jax.engine.device.acceptance import accepted
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.planner import PlannedChunk, PlannedRound, Planner
-from dflash_jax.engine.scheduler import Running
-from dflash_jax.engine.sequence import Sequence
-from dflash_jax.errors import DFlashError
+from dflash_jax.engine.host.scheduler import Running
+from dflash_jax.engine.host.sequence import Sequence
+from dflash_jax.engine.programs.planner import PlannedChunk, PlannedRound, Planner
 
 
 def keep_exactly(tokens: Int[Array, "B T"], drafts: Int[Array, "B R"], *, count: int) -> Int[Array, " B"]:

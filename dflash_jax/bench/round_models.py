@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dflash_jax.checkpoint.loader import Params
-from dflash_jax.config import DraftConfig, TargetConfig, draft_config, target_config
-from dflash_jax.config.draft import check_draft_fits
-from dflash_jax.config.fields import read_json
-from dflash_jax.engine.sharding import Mesh
-from dflash_jax.errors import ConfigError
-from dflash_jax.models.tables import Parameter, build, checkpoint_table, initializer, parameters_of
+from dflash_jax.base.errors import ConfigError
+from dflash_jax.parallel.mesh import Mesh
+from dflash_jax.spec import DraftConfig, TargetConfig, draft_config, target_config
+from dflash_jax.spec.draft import check_draft_fits
+from dflash_jax.spec.fields import read_json
+from dflash_jax.weights.loader import Params
+from dflash_jax.weights.tables import Parameter, build, checkpoint_table, initializer, parameters_of
 
 DRAFT_LAYERS, DRAFT_BLOCK, DRAFT_MASK = 5, 16, 151_669  # of z-lab's Qwen3-4B-DFlash-b16 and Qwen3-8B-DFlash-b16
 

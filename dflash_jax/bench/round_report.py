@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 
-from dflash_jax.config import DecoderConfig, DraftConfig, EngineConfig
+from dflash_jax.base.errors import ConfigError
+from dflash_jax.engine.device.memory import bytes_per_token, capacity_of, free_bytes
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.memory import bytes_per_token, capacity_of, free_bytes
-from dflash_jax.errors import ConfigError
-from dflash_jax.models.quantized import CONTEXT
+from dflash_jax.options import EngineConfig
+from dflash_jax.spec import DecoderConfig, DraftConfig
+from dflash_jax.weights.formats.fp8 import CONTEXT
 from pallas_kernels.timing import table
 
 BASELINE_FIELDS = {"draft", "kv", "batch", "ctx", "tp", "decode_step_ms_median", "ttft_max_s"}

@@ -27,13 +27,13 @@ from typing import Any
 import msgspec
 import uvloop
 
+from dflash_jax.base.errors import ConfigError, DFlashError
 from dflash_jax.bench import acceptance as accepted
 from dflash_jax.bench import report, workload
 from dflash_jax.bench.client import CHAT, COMPLETIONS, complete, quote, request_body
 from dflash_jax.bench.http import HttpClient, RequestFailedError
 from dflash_jax.bench.stats import RequestRecord, spread
 from dflash_jax.bench.workload import SampleRequest
-from dflash_jax.errors import ConfigError, DFlashError
 from dflash_jax.progress import phase
 
 HELP = "load an OpenAI-compatible server and measure latency, throughput and acceptance"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.base.errors import ConfigError
 
 MOST_RANDOM = 1000  # prompts, unless told otherwise: vLLM's default
 FEW_RANDOM = 32  # the same of an engine on CPUs, which takes half a second for a prompt of 1,024 tokens

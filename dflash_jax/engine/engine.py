@@ -17,24 +17,25 @@ import jax
 import numpy as np
 from jaxtyping import UInt32
 
-from dflash_jax.config import DraftConfig, EngineConfig, TargetConfig
-from dflash_jax.core import EngineStats
-from dflash_jax.engine.adaptive import BlockLengths, RoundClock
-from dflash_jax.engine.in_flight import InFlight, ScoreInFlight
-from dflash_jax.engine.inputs import chunk_of, masks_of, mode_of_all, slots_of, tables_of
-from dflash_jax.engine.memory import log_capacity, plan_layout
-from dflash_jax.engine.model import Model
-from dflash_jax.engine.outputs import EmissionCounts, take_emitted, take_prompt_logprobs
-from dflash_jax.engine.planner import PlannedChunk, PlannedRound, Planner, lacks_controls
-from dflash_jax.engine.programs import compile_counter
-from dflash_jax.engine.runner import ModelRunner
-from dflash_jax.engine.scheduler import Running, Scheduler
-from dflash_jax.engine.sequence import Sequence
-from dflash_jax.engine.shapes import Load, Shapes, StepShape
-from dflash_jax.engine.sharding import Mesh
-from dflash_jax.engine.state import Emitted, StepSpec, Tables
-from dflash_jax.errors import QueueFullError
+from dflash_jax.base.errors import QueueFullError
+from dflash_jax.base.values import EngineStats
+from dflash_jax.engine.device.memory import log_capacity, plan_layout
+from dflash_jax.engine.device.model import Model
+from dflash_jax.engine.device.shapes import Load, Shapes, StepShape
+from dflash_jax.engine.device.slots import Emitted, StepSpec, Tables
+from dflash_jax.engine.host.adaptive import BlockLengths, RoundClock
+from dflash_jax.engine.host.in_flight import InFlight, ScoreInFlight
+from dflash_jax.engine.host.inputs import chunk_of, masks_of, mode_of_all, slots_of, tables_of
+from dflash_jax.engine.host.outputs import EmissionCounts, take_emitted, take_prompt_logprobs
+from dflash_jax.engine.host.scheduler import Running, Scheduler
+from dflash_jax.engine.host.sequence import Sequence
+from dflash_jax.engine.programs.planner import PlannedChunk, PlannedRound, Planner, lacks_controls
+from dflash_jax.engine.programs.runner import ModelRunner
+from dflash_jax.engine.programs.store import compile_counter
+from dflash_jax.options import EngineConfig
+from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.progress import phase
+from dflash_jax.spec import DraftConfig, TargetConfig
 
 PATIENCE = 0.05  # seconds that a step waits for a program: commands and aborts come between two steps
 logger = logging.getLogger(__name__)

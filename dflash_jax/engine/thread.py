@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_jax.base.errors import EngineDeadError, RequestError
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.request import Request
-from dflash_jax.engine.sequence import Sequence
-from dflash_jax.errors import EngineDeadError, RequestError
+from dflash_jax.engine.host.request import Request
+from dflash_jax.engine.host.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 News = Callable[[Request | Exception], None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from dflash_jax.commands import parse_command, run_command
+from dflash_jax.options.commands import parse_command, run_command
 from dflash_jax.progress import importing
 
 

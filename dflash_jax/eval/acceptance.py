@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax.base.errors import DFlashError
+from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams
 from dflash_jax.bench import acceptance as rounds
-from dflash_jax.core import Prompt, RequestOutput, SamplingParams
-from dflash_jax.errors import DFlashError
 from dflash_jax.llm import LLM
-from dflash_jax.train.repetition import repeated_ngrams
+from dflash_jax.text.repetition import repeated_ngrams
 
 
 @dataclass(frozen=True)

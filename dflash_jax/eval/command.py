@@ -7,12 +7,12 @@ import gc
 from importlib.util import find_spec
 from pathlib import Path
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.base.errors import ConfigError
 from dflash_jax.eval import datasets, options, report
 from dflash_jax.eval.compare import Cell, Sampling, compile_programs, measure_engine
 from dflash_jax.loading import find_models, load_llm
 from dflash_jax.progress import phase
-from dflash_jax.renderer import Renderer
+from dflash_jax.text.renderer import Renderer
 
 HELP = "measure a drafter: acceptance length, acceptance of each draft and speed-up against plain decoding"
 add_arguments = options.add_arguments

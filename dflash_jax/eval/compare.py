@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dflash_jax.core import SEED_LIMIT, SamplingParams
+from dflash_jax.base.values import SEED_LIMIT, SamplingParams
 from dflash_jax.eval.acceptance import Acceptance, acceptance_of
 from dflash_jax.eval.conversations import Run, converse, is_instruct, joined, opening, prompt_of
 from dflash_jax.eval.datasets import Sample

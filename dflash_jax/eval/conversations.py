@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_jax.core import Prompt, RequestOutput, SamplingParams, TokensPrompt
+from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams, TokensPrompt
 from dflash_jax.eval.datasets import History, Sample
 from dflash_jax.llm import LLM
-from dflash_jax.renderer import Renderer
+from dflash_jax.text.renderer import Renderer
 
 PROMPT_STYLES = ("auto", "chat", "raw")
 

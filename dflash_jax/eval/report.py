@@ -19,12 +19,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dflash_jax.config import EngineConfig
-from dflash_jax.errors import ConfigError
+from dflash_jax.base.errors import ConfigError
 from dflash_jax.eval.acceptance import repetition
 from dflash_jax.eval.compare import Cell
 from dflash_jax.eval.conversations import Answer, Run
 from dflash_jax.eval.datasets import short_name
+from dflash_jax.options import EngineConfig
 from dflash_jax.progress import phase
 
 ENGINE = (

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import DecoderConfig, LayerMask, RopeConfig
-from dflash_jax.models.linear import project
-from dflash_jax.models.parallel import Devices, project_add_norm, project_swiglu
-from dflash_jax.models.quantized import Quantized, QuantizedRows
-from dflash_jax.models.tables import attention_table, declare, mlp_table, norms_table
+from dflash_jax.parallel.collectives import Devices, project_add_norm, project_swiglu
+from dflash_jax.spec import DecoderConfig, LayerMask, RopeConfig
+from dflash_jax.weights.formats.fp8 import Quantized, QuantizedRows
+from dflash_jax.weights.formats.weight import project
+from dflash_jax.weights.tables import attention_table, declare, mlp_table, norms_table
 from pallas_kernels.rotary import Rotary, rms_norm
 
 

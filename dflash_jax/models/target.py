@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_jax.config import TargetConfig
 from dflash_jax.models.layers import DecoderLayer, KVCache, rms_norm, rope_tables, run_layers
-from dflash_jax.models.linear import logits_of
-from dflash_jax.models.parallel import Devices, likeliest_product, look_up
-from dflash_jax.models.tables import declare, outer_table
+from dflash_jax.parallel.collectives import Devices, likeliest_product, look_up
+from dflash_jax.spec import TargetConfig
+from dflash_jax.weights.formats.weight import logits_of
+from dflash_jax.weights.tables import declare, outer_table
 from pallas_kernels.rotary import split_heads
 
 

@@ -14,18 +14,18 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from dflash_jax.errors import DFlashError
-from dflash_jax.serve.metrics import log_stats
-from dflash_jax.serve.middleware import BoundedBody, Guard
+from dflash_jax.base.errors import DFlashError
+from dflash_jax.serve.answers.metrics import log_stats
+from dflash_jax.serve.answers.server_state import ServerState
+from dflash_jax.serve.api.openai.chat import chat_router
+from dflash_jax.serve.api.openai.completions import completions_router
+from dflash_jax.serve.api.openai.tokens import tokens_router
+from dflash_jax.serve.api.operations import operations_router
+from dflash_jax.serve.api.sglang.generate import generate_router
+from dflash_jax.serve.http.middleware import BoundedBody, Guard
+from dflash_jax.serve.http.page import page_router
+from dflash_jax.serve.http.streaming import json_response
 from dflash_jax.serve.protocol import APIError, error_body, of_exception, validation_error
-from dflash_jax.serve.routes.chat import chat_router
-from dflash_jax.serve.routes.completions import completions_router
-from dflash_jax.serve.routes.generate import generate_router
-from dflash_jax.serve.routes.operations import operations_router
-from dflash_jax.serve.routes.page import page_router
-from dflash_jax.serve.routes.tokens import tokens_router
-from dflash_jax.serve.state import ServerState
-from dflash_jax.serve.streaming import json_response
 
 logger = logging.getLogger(__name__)
 

@@ -15,18 +15,18 @@ from types import FrameType
 
 import uvicorn
 
-from dflash_jax.config import read_json
-from dflash_jax.core import SamplingParams
-from dflash_jax.errors import ConfigError, DFlashError
-from dflash_jax.frontend import resolve_folders
-from dflash_jax.renderer import GENERATION_FIELDS, Renderer
+from dflash_jax.base.errors import ConfigError, DFlashError
+from dflash_jax.base.values import SamplingParams
+from dflash_jax.options.serve_args import ServeArgs, parse_args
+from dflash_jax.serve.answers.metrics import Metrics
+from dflash_jax.serve.answers.server_state import ServerState, sampling_defaults
 from dflash_jax.serve.app import create_app
-from dflash_jax.serve.args import ServeArgs, parse_args
-from dflash_jax.serve.client import EngineClient
-from dflash_jax.serve.http_protocol import bounded_protocol
-from dflash_jax.serve.messages import Start
-from dflash_jax.serve.metrics import Metrics
-from dflash_jax.serve.state import ServerState, sampling_defaults
+from dflash_jax.serve.engine_link.client import EngineClient
+from dflash_jax.serve.engine_link.link_messages import Start
+from dflash_jax.serve.http.http_protocol import bounded_protocol
+from dflash_jax.spec import read_json
+from dflash_jax.text.renderer import GENERATION_FIELDS, Renderer
+from dflash_jax.weights.folder import resolve_folders
 
 LAST_WORDS = 1.0  # seconds that clients have to read how their requests have ended
 LOG_FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"

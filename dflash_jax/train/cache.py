@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.cache.dense import attention, write_each
-from dflash_jax.config import LayerMask
 from dflash_jax.models.layers import ContextCache, KVCache
+from dflash_jax.spec import LayerMask
+from dflash_jax.state.dense_kv import attention, write_each
 from pallas_kernels.masks import visible
 from pallas_kernels.rotary import Rotary, split_heads
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.base.errors import CheckpointError, ConfigError
 from dflash_jax.train.state import TrainState
 
 RUN = "run.json"

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from dflash_jax.errors import ConfigError, DFlashError
+from dflash_jax.base.errors import ConfigError, DFlashError
 from dflash_jax.train.config import TrainConfig, options_of
 from dflash_jax.train.loop import train
 

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from dflash_jax.config import DraftConfig, TargetConfig
-from dflash_jax.config.draft import default_target_layer_ids, draft_config
-from dflash_jax.errors import ConfigError
+from dflash_jax.base.errors import ConfigError
+from dflash_jax.spec import DraftConfig, TargetConfig
+from dflash_jax.spec.draft import default_target_layer_ids, draft_config
 from dflash_jax.train.objective import Loss
 
 MASK_TOKENS = ("<|mask|>", "<|MASK|>", "[MASK]", "<mask>")

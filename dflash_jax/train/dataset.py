@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Bool, Int
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.base.errors import ConfigError
 from dflash_jax.train.data.shards import Sample
 from dflash_jax.train.objective import Batch
 

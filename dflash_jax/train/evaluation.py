@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_jax.core import Prompt, SamplingParams
+from dflash_jax.base.values import Prompt, SamplingParams
 from dflash_jax.eval.acceptance import measure
 from dflash_jax.llm import LLM
 from dflash_jax.progress import Phase

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from dflash_jax.checkpoint.export import save_json
-from dflash_jax.checkpoint.loader import Params
-from dflash_jax.config import TargetConfig
 from dflash_jax.progress import phase
+from dflash_jax.spec import TargetConfig
 from dflash_jax.train.dataset import Batches
 from dflash_jax.train.objective import Batch, target_features
+from dflash_jax.weights.export import save_json
+from dflash_jax.weights.loader import Params
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dflash_jax.checkpoint.export import draft_raw_config, save_model
-from dflash_jax.checkpoint.folder import resolve_folder
-from dflash_jax.checkpoint.loader import Params, load_params
-from dflash_jax.checkpoint.tokenizer import Tokenizer
-from dflash_jax.config import DraftConfig, TargetConfig, check_draft_fits, draft_config, read_json, target_config
-from dflash_jax.env import enable_compilation_cache
-from dflash_jax.errors import ConfigError
+from dflash_jax.base.errors import ConfigError
+from dflash_jax.parallel.platform import enable_compilation_cache
 from dflash_jax.progress import Phase, announce, phase
+from dflash_jax.spec import DraftConfig, TargetConfig, check_draft_fits, draft_config, read_json, target_config
+from dflash_jax.text.tokenizer import Tokenizer
 from dflash_jax.train.checkpoints import Checkpoints, claim
 from dflash_jax.train.config import MASK_TOKENS, TrainConfig, draft_config_of
 from dflash_jax.train.data.shards import Sample, read_jsonl, read_shards
@@ -43,6 +40,9 @@ from dflash_jax.train.state import (
     place,
     put_batch,
 )
+from dflash_jax.weights.export import draft_raw_config, save_model
+from dflash_jax.weights.folder import resolve_folder
+from dflash_jax.weights.loader import Params, load_params
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.checkpoint.loader import Params
-from dflash_jax.config import DraftConfig, TargetConfig
-from dflash_jax.models.dflash import DraftModel
-from dflash_jax.models.linear import logits_of
+from dflash_jax.models.drafters.dflash import DraftModel
 from dflash_jax.models.target import TargetModel
+from dflash_jax.spec import DraftConfig, TargetConfig
 from dflash_jax.train.cache import PackedBlocks, SequenceCache
+from dflash_jax.weights.formats.weight import logits_of
+from dflash_jax.weights.loader import Params
 
 Loss = Literal["decay", "dpace"]
 LOGITS_AT_ONCE = 2**29  # elements; the loss is computed in pieces of at most so many logits

@@ -14,16 +14,16 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from dflash_jax.checkpoint.loader import Params
-from dflash_jax.config import DraftConfig, TargetConfig
-from dflash_jax.engine.sharding import SPLIT
-from dflash_jax.errors import ConfigError
-from dflash_jax.models.dflash import DraftModel
-from dflash_jax.models.tables import Parameter, build, checkpoint_table, parameters_of
+from dflash_jax.base.errors import ConfigError
+from dflash_jax.models.drafters.dflash import DraftModel
+from dflash_jax.parallel.mesh import SPLIT
 from dflash_jax.progress import phase
+from dflash_jax.spec import DraftConfig, TargetConfig
 from dflash_jax.train.cache import SequenceCache
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.objective import Batch, Measured, block_loss, target_features
+from dflash_jax.weights.loader import Params
+from dflash_jax.weights.tables import Parameter, build, checkpoint_table, parameters_of
 
 
 class TrainState(NamedTuple):

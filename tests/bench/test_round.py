@@ -12,18 +12,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dflash_jax.base.errors import DFlashError
 from dflash_jax.bench import round as command
 from dflash_jax.bench import round_report
 from dflash_jax.bench.__main__ import main
 from dflash_jax.bench.round_engine import RoundEngine, decode, finish, keep_exactly, random_sequences
 from dflash_jax.bench.round_models import PRESETS, configs_of, drafter_of, random_params
-from dflash_jax.config import EngineArgs, EngineConfig
+from dflash_jax.engine.device.model import Model
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.model import Model
-from dflash_jax.engine.sharding import Mesh
-from dflash_jax.errors import DFlashError
-from dflash_jax.models.tables import checkpoint_shape, checkpoint_table
-from dflash_jax.serve.args import parse_args
+from dflash_jax.options import EngineArgs, EngineConfig
+from dflash_jax.options.serve_args import parse_args
+from dflash_jax.parallel.mesh import Mesh
+from dflash_jax.weights.tables import checkpoint_shape, checkpoint_table
 from tests.phases import lines, phases
 
 ROOT = Path(__file__).resolve().parents[2]

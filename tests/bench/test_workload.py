@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
+from dflash_jax.base.errors import ConfigError
 from dflash_jax.bench.__main__ import parse_args
 from dflash_jax.bench.workload import RandomLengths, SampleRequest, arrival_times, load, random_requests, read_jsonl
-from dflash_jax.errors import ConfigError
 
 
 def draw(seed=0, ratio=0.5, vocab_size=256, **options):

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_jax.core import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
-from dflash_jax.errors import DFlashError
+from dflash_jax.base.errors import DFlashError
+from dflash_jax.base.values import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from dflash_jax.eval.acceptance import acceptance_of, measure, positions
 from tests.pairs import reciter
 

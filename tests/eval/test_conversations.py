@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflash_jax.core import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
-from dflash_jax.errors import RequestError
+from dflash_jax.base.errors import RequestError
+from dflash_jax.base.values import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from dflash_jax.eval.compare import Sampling, differing, measure_engine
 from dflash_jax.eval.conversations import Answer, Run, continued, converse, is_instruct, opening, prompt_of
 from dflash_jax.eval.datasets import Sample
-from dflash_jax.renderer import Renderer
+from dflash_jax.text.renderer import Renderer
 from tests.pairs import RECITER
 
 QUESTION = Sample("q", "def f():", "Write f.", ("And g?",))

@@ -9,10 +9,10 @@ from importlib.util import find_spec
 
 import pytest
 
-from dflash_jax.checkpoint.tokenizer import Tokenizer
-from dflash_jax.errors import ConfigError
+from dflash_jax.base.errors import ConfigError
 from dflash_jax.eval import datasets
 from dflash_jax.eval.datasets import Selection, beginning, load, short_name
+from dflash_jax.text.tokenizer import Tokenizer
 from tests.pairs import RECITER
 
 ALL = Selection(None, 20, 0)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as Spec
 
-from dflash_jax.config import target_config
-from dflash_jax.models import parallel
-from dflash_jax.models.parallel import Devices
-from dflash_jax.models.tables import build, checkpoint_table, parameters_of
 from dflash_jax.models.target import TargetModel
+from dflash_jax.parallel import collectives as parallel
+from dflash_jax.parallel.collectives import Devices
+from dflash_jax.spec import target_config
+from dflash_jax.weights.tables import build, checkpoint_table, parameters_of
 from pallas_kernels import _compat, add_norm
 from pallas_kernels.add_norm import triton
 from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, mesh_of

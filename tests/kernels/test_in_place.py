@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM
-from dflash_jax.engine.shapes import StepShape
+from dflash_jax.engine.device.shapes import StepShape
 from pallas_kernels import Rotary, paged_attention, write_kv
 from tests.kernels.cases import BF16, PAGE_DTYPES, cuda_lowering
 from tests.kernels.conftest import ATTENTION, ON_GPU

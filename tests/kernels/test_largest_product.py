@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as Spec
 
-from dflash_jax.models.linear import logits_of
-from dflash_jax.models.parallel import Devices, likeliest, likeliest_product
-from dflash_jax.models.quantized import Quantized, to_e4m3
-from dflash_jax.models.transposed import Transposed
+from dflash_jax.parallel.collectives import Devices, likeliest, likeliest_product
+from dflash_jax.weights.formats.fp8 import Quantized, to_e4m3
+from dflash_jax.weights.formats.transposed import Transposed
+from dflash_jax.weights.formats.weight import logits_of
 from pallas_kernels import _compat, largest_product
 from pallas_kernels.largest_product import mosaic
 from pallas_kernels.largest_product.mosaic import FEW, TILES

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as Spec
 
-from dflash_jax.engine.round import COMPILER_OPTIONS
-from dflash_jax.models.linear import logits_of, project
+from dflash_jax.engine.device.steps import COMPILER_OPTIONS
+from dflash_jax.weights.formats.weight import logits_of, project
 from pallas_kernels import _compat, largest_product, product, split_product, swiglu
 from pallas_kernels.product import reference, triton
 from pallas_kernels.streams import Config

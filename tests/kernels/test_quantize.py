@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dflash_jax.models.quantized import Quantized, to_e4m3
+from dflash_jax.weights.formats.fp8 import Quantized, to_e4m3
 from pallas_kernels import _compat, quantize_gated, quantize_rows
 from pallas_kernels.quantize import triton
 from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering

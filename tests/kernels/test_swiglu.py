@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as Spec
 
-from dflash_jax.models import parallel
-from dflash_jax.models.parallel import Devices, project_swiglu
+from dflash_jax.parallel import collectives as parallel
+from dflash_jax.parallel.collectives import Devices, project_swiglu
 from pallas_kernels import _compat, swiglu
 from pallas_kernels.products import Plan
 from pallas_kernels.swiglu import mosaic

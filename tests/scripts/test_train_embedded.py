@@ -11,11 +11,11 @@ import train_embedded
 from transformers import AutoTokenizer
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.checkpoint.export import save_model
-from dflash_jax.checkpoint.loader import load_params
-from dflash_jax.config import target_config
 from dflash_jax.models.target import TargetModel
+from dflash_jax.spec import target_config
 from dflash_jax.train.cache import SequenceCache
+from dflash_jax.weights.export import save_model
+from dflash_jax.weights.loader import load_params
 
 LINES = """
 class Box:

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from dflash_jax.serve.routes.page import FILES, FOLDER, HEADERS
+from dflash_jax.serve.http.page import FILES, FOLDER, HEADERS
 
 TIDES = """The tide is the slow breathing of the sea against the land. Twice a day the water climbs the harbour wall \
 and twice it falls away, because the Moon pulls a little harder on the near side of the Earth than on the far side.

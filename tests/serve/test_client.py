@@ -7,11 +7,11 @@ import socket
 import msgspec
 import pytest
 
-from dflash_jax.core import EngineStats, SamplingParams
-from dflash_jax.errors import EngineDeadError, QueueFullError, RequestError
-from dflash_jax.serve import client as client_module
-from dflash_jax.serve.client import EngineClient, added
-from dflash_jax.serve.messages import (
+from dflash_jax.base.errors import EngineDeadError, QueueFullError, RequestError
+from dflash_jax.base.values import EngineStats, SamplingParams
+from dflash_jax.serve.engine_link import client as client_module
+from dflash_jax.serve.engine_link.client import EngineClient, added
+from dflash_jax.serve.engine_link.link_messages import (
     HEADER,
     Abort,
     Add,

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 from starlette.requests import ClientDisconnect
 
-from dflash_jax.core import EngineStats, SamplingParams
-from dflash_jax.errors import EngineDeadError, RequestError
-from dflash_jax.serve.args import Limits, ServeArgs
-from dflash_jax.serve.client import EngineClient
-from dflash_jax.serve.jobs import Job, follow
-from dflash_jax.serve.messages import CompletionDelta, Ready, RequestDelta, Start
-from dflash_jax.serve.metrics import Metrics, stats_lines
+from dflash_jax.base.errors import EngineDeadError, RequestError
+from dflash_jax.base.values import EngineStats, SamplingParams
+from dflash_jax.options.serve_args import Limits, ServeArgs
+from dflash_jax.serve.answers.jobs import Job, follow
+from dflash_jax.serve.answers.metrics import Metrics, stats_lines
+from dflash_jax.serve.answers.server_state import ServerState
+from dflash_jax.serve.engine_link.client import EngineClient
+from dflash_jax.serve.engine_link.link_messages import CompletionDelta, Ready, RequestDelta, Start
+from dflash_jax.serve.http.streaming import KEEP_ALIVE, EventStream, event
 from dflash_jax.serve.protocol import APIError
-from dflash_jax.serve.state import ServerState
-from dflash_jax.serve.streaming import KEEP_ALIVE, EventStream, event
 
 
 class ScriptedClient(EngineClient):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.errors import ConfigError
-from dflash_jax.serve.parsing import Delta, OutputParser, ParsedOutput, ToolCall, collect, prompt_reasoning
+from dflash_jax.base.errors import ConfigError
+from dflash_jax.text.parsing import Delta, OutputParser, ParsedOutput, ToolCall, collect, prompt_reasoning
 from tests.serve.transcripts import ALL, CASES, CODER, HERMES, MALFORMED, NESTED, QWEN3, call, coder, hermes, out
 
 

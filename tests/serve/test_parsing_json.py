@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.serve.parsing.json_scanner import JsonScanner, Malformed
-from dflash_jax.serve.parsing.schema import parameter_types, schema_types, typed_json
+from dflash_jax.text.parsing.json_scanner import JsonScanner, Malformed
+from dflash_jax.text.parsing.schema import parameter_types, schema_types, typed_json
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from dflash_jax.core import SamplingParams
-from dflash_jax.serve.parsing import OutputParser
+from dflash_jax.base.values import SamplingParams
 from dflash_jax.serve.protocol import (
     APIError,
     ChatCompletionRequest,
@@ -17,6 +16,7 @@ from dflash_jax.serve.protocol import (
     unknown_fields,
 )
 from dflash_jax.serve.protocol.sampling import SamplingBody
+from dflash_jax.text.parsing import OutputParser
 
 LIMITS = SimpleNamespace(max_n=4, max_stop_strings=2, max_prompts=3, max_logprobs=5)
 HI = [{"role": "user", "content": "hi"}]

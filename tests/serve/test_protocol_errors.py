@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from dflash_jax.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from dflash_jax.base.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from dflash_jax.serve.protocol import (
     APIError,
     ChatCompletionRequest,

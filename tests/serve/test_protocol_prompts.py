@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_jax.core import SamplingParams
+from dflash_jax.base.values import SamplingParams
 from dflash_jax.serve.protocol import (
     APIError,
     DetokenizeRequest,

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from dflash_jax import LLM, SamplingParams, StructuredOutputsParams
-from dflash_jax.checkpoint.tokenizer import Tokenizer
-from dflash_jax.serve.routes.chat import reasoning_token_ids
+from dflash_jax.serve.api.openai.chat import reasoning_token_ids
+from dflash_jax.text.tokenizer import Tokenizer
 from tests.pairs import BYTE_VOCABULARY, DRAFT, EOS, MASK, TARGET, write_byte_tokenizer, write_model
 
 THINK, END_THINK = BYTE_VOCABULARY, BYTE_VOCABULARY + 1

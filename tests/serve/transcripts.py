@@ -1,6 +1,6 @@
 """Answers of models, how to parse them, and what they say."""
 
-from dflash_jax.serve.parsing import ParsedOutput, ToolCall
+from dflash_jax.text.parsing import ParsedOutput, ToolCall
 
 TOOLS = [
     {

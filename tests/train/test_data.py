@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from dflash_jax import LLM, ConfigError, SamplingParams
-from dflash_jax.checkpoint.tokenizer import Tokenizer
+from dflash_jax.text.repetition import repeated_ngrams
+from dflash_jax.text.tokenizer import Tokenizer
 from dflash_jax.train.data import command, run
 from dflash_jax.train.data.complete import complete, complete_parts
 from dflash_jax.train.data.folder import MANIFEST, DataFolder, read_manifest
@@ -17,7 +18,6 @@ from dflash_jax.train.data.prompts import drop_duplicates, parse_prompts
 from dflash_jax.train.data.run import make_data, reason_to_drop
 from dflash_jax.train.data.self_prompts import user_header
 from dflash_jax.train.data.shards import Sample, read_jsonl, read_shards
-from dflash_jax.train.repetition import repeated_ngrams
 from tests.pairs import BYTE_VOCABULARY, EOS, TARGET, write_byte_tokenizer, write_model
 from tests.phases import phases
 

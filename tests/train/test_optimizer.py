@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from dflash_jax import ConfigError
-from dflash_jax.config import draft_config
-from dflash_jax.models.tables import build, checkpoint_table, parameters_of
+from dflash_jax.spec import draft_config
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.state import make_optimizer
+from dflash_jax.weights.tables import build, checkpoint_table, parameters_of
 
 DRAFT = draft_config(
     {

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dflash_jax.errors import DFlashError, EngineDeadError, QueueFullError, RequestError
+from dflash_jax.base.errors import DFlashError, EngineDeadError, QueueFullError, RequestError
 
 MOST_ERRORS = 10  # told of one body
 LONGEST_ECHO = 200  # characters of a value that is shown

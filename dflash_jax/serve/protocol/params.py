@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from dflash_jax.core import SamplingParams
-from dflash_jax.errors import RequestError
+from dflash_jax.base.errors import RequestError
+from dflash_jax.base.values import SamplingParams
 from dflash_jax.serve.protocol.chat import ChatCompletionRequest
 from dflash_jax.serve.protocol.completion import CompletionRequest
 from dflash_jax.serve.protocol.errors import APIError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dflash_jax.core import StructuredOutputsParams
+from dflash_jax.base.values import StructuredOutputsParams
 from dflash_jax.serve.protocol.errors import APIError, shown
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")

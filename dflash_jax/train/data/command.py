@@ -10,9 +10,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.errors import DFlashError
-from dflash_jax.flags import add_engine_arguments
+from dflash_jax.base.errors import DFlashError
 from dflash_jax.loading import find_models, load_llm
+from dflash_jax.options.flags import add_engine_arguments
 from dflash_jax.progress import phase
 from dflash_jax.train.data.folder import DataFolder
 from dflash_jax.train.data.options import DataOptions

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.base.errors import ConfigError
 
 
 def write_atomically(path: Path, content: bytes) -> None:

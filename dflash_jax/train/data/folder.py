@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.base.errors import ConfigError
 from dflash_jax.train.data.files import read_bytes, sha256_of, write_atomically
 
 FORMAT_VERSION = 1

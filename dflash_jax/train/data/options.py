@@ -9,8 +9,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.core import SamplingParams
-from dflash_jax.errors import ConfigError
+from dflash_jax.base.errors import ConfigError
+from dflash_jax.base.values import SamplingParams
 from dflash_jax.train.data.files import read_bytes, sha256_of
 
 

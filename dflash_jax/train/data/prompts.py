@@ -9,9 +9,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.core import Prompt
-from dflash_jax.engine.request import tokenize
-from dflash_jax.errors import ConfigError, RequestError
+from dflash_jax.base.errors import ConfigError, RequestError
+from dflash_jax.base.values import Prompt
+from dflash_jax.engine.host.request import tokenize
 from dflash_jax.frontend import Frontend
 from dflash_jax.progress import phase
 from dflash_jax.train.data.files import json_lines, read_bytes

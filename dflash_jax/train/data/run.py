@@ -8,17 +8,17 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.checkpoint.tokenizer import TOKENIZER_FILES
-from dflash_jax.core import CompletionOutput
+from dflash_jax.base.values import CompletionOutput
 from dflash_jax.llm import LLM
 from dflash_jax.progress import phase
+from dflash_jax.text.repetition import repeated_ngrams
+from dflash_jax.text.tokenizer import TOKENIZER_FILES
 from dflash_jax.train.data.complete import Part, complete_parts
 from dflash_jax.train.data.folder import DataFolder
 from dflash_jax.train.data.options import DataOptions, shards_of
 from dflash_jax.train.data.prompts import TokenizedPrompt, drop_duplicates, read_prompts, tokenize_prompts
 from dflash_jax.train.data.self_prompts import make_prompts
 from dflash_jax.train.data.shards import Response
-from dflash_jax.train.repetition import repeated_ngrams
 
 TEXT_FILES = (*TOKENIZER_FILES, "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
 Job = tuple[TokenizedPrompt, float]  # what to answer, at which temperature

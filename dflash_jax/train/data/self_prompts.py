@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from dflash_jax.core import CompletionOutput
-from dflash_jax.errors import ConfigError
+from dflash_jax.base.errors import ConfigError
+from dflash_jax.base.values import CompletionOutput
 from dflash_jax.frontend import Frontend
 from dflash_jax.llm import LLM
 from dflash_jax.progress import phase

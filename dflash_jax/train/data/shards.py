@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from dflash_jax.checkpoint.tokenizer import Tokenizer
-from dflash_jax.core import is_int
-from dflash_jax.errors import ConfigError, RequestError
+from dflash_jax.base.errors import ConfigError, RequestError
+from dflash_jax.base.values import is_int
+from dflash_jax.text.tokenizer import Tokenizer
 from dflash_jax.train.data.files import json_lines, read_bytes
 from dflash_jax.train.data.folder import checked_bytes, read_manifest
 from dflash_jax.train.data.prompts import checked_messages

@@ -4,9 +4,9 @@ from dataclasses import fields
 
 import pytest
 
-from dflash_jax.config import EngineArgs
-from dflash_jax.serve.args import Limits, ServeArgs, parse_args
-from dflash_jax.serve.flags import build_parser
+from dflash_jax.options import EngineArgs
+from dflash_jax.options.serve_args import Limits, ServeArgs, parse_args
+from dflash_jax.options.serve_flags import build_parser
 
 SPEC = (
     '{"method": "dflash", "model": "d", "num_speculative_tokens": 15, "kv_cache_dtype": "fp8", "quantization": "fp8"}'

@@ -5,9 +5,9 @@ from dataclasses import fields
 
 import pytest
 
-from dflash_jax.config import EngineArgs
-from dflash_jax.serve.args import SERVER_ENGINE, Limits, ServeArgs, parse_args
-from dflash_jax.serve.flags import GROUPS
+from dflash_jax.options import EngineArgs
+from dflash_jax.options.serve_args import SERVER_ENGINE, Limits, ServeArgs, parse_args
+from dflash_jax.options.serve_flags import GROUPS
 from tests.serve.args.common import CORS, PARTS, SPEC, TLS, listed, parser, value
 
 # arguments, the field, its value

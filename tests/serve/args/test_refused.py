@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from dflash_jax.serve.args import ABSENT
+from dflash_jax.options.serve_args import ABSENT
 from tests.serve.args.common import SPEC, TLS, listed, parser, refusal
 
 # arguments, and words of the sentence

@@ -1,0 +1,316 @@
+"""How much memory a step needs, how many pages that leaves, and the pools that hold them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.base.errors import ConfigError
+from dflash_jax.engine.device.slots import DEFERRED, Caches
+from dflash_jax.options import EngineConfig
+from dflash_jax.parallel.mesh import Mesh
+from dflash_jax.spec import DecoderConfig, DraftConfig, TargetConfig
+from dflash_jax.state.layout import Layout
+from dflash_jax.state.paged_kv import PagedKVCache, Place
+from dflash_jax.weights.loader import KVScales
+from pallas_kernels.paged_attention import MOST_WIDENED
+
+CPU_CACHE_BYTES = 4 << 30  # without a device that says how much it has
+LOGITS_COPIES = 6  # float32 [rows, V] that sampling holds at once: logits, scaled, sorted, probabilities, sum, noise
+SAMPLING_STATE_BYTES = 10  # of `Controls`, for each token of the vocabulary and each slot
+FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
+
+FULL, SLIDING = 0, 1  # KV groups
+
+logger = logging.getLogger("dflash_jax")
+
+
+def group_of(layer_window: int | None) -> int:
+    """The group of a drafter layer; the target's layers keep every token."""
+    return FULL if layer_window is None else SLIDING
+
+
+def bytes_per_token(model: DecoderConfig, dtype: jnp.dtype, tensor_parallel_size: int) -> int:
+    """Bytes of keys and values that one layer keeps of a token, on all devices together."""
+    copies = 1 if model.num_key_value_heads % tensor_parallel_size == 0 else tensor_parallel_size
+    return 2 * copies * model.num_key_value_heads * model.head_dim * dtype.itemsize
+
+
+def group_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> tuple[int, int]:
+    """Bytes that the full and the sliding group keep of a token."""
+    devices = config.tensor_parallel_size
+    full = target.num_hidden_layers * bytes_per_token(target, config.kv_cache_dtype, devices)
+    if draft is None:
+        return full, 0
+    of_layer = bytes_per_token(draft, config.draft_kv_cache_dtype, devices)
+    sliding_layers = sum(group_of(layer.window) == SLIDING for layer in draft.layers)
+    return full + (draft.num_hidden_layers - sliding_layers) * of_layer, sliding_layers * of_layer
+
+
+def plan_layout(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> Layout:
+    """Share the memory for keys and values between the two groups of pages.
+
+    The sliding group gets what `max_num_seqs` sequences can need of it; the full group gets the rest, but no more
+    than all of them can fill.
+
+    Raises:
+        ConfigError: the memory does not hold one sequence of `max_model_len`.
+    """
+    size, block = config.page_size, config.num_speculative_tokens + 1
+    windows = [mask.window for mask in draft.layers if mask.window is not None] if draft else []
+    window = max(windows) if windows else None
+    # One round is in flight while the next is reserved, so a table reaches two blocks beyond the last token.
+    width = -(-(config.max_model_len + 2 * block) // size)
+    sliding_each = 0 if window is None else min(width, -(-(window + 3 * block) // size) + 1)
+    full_bytes, sliding_bytes = group_bytes(target, draft, config)
+    budget = config.kv_cache_memory_bytes or free_bytes(target, draft, config)
+    sliding_pages = config.max_num_seqs * sliding_each
+    left = budget - sliding_pages * size * sliding_bytes
+    full_pages = min(left // (size * full_bytes), config.max_num_seqs * width)
+    if full_pages < width:
+        raise ConfigError(
+            f"{budget / 2**30:.2f} GiB for keys and values hold {max(full_pages, 0) * size} tokens, and one sequence "
+            f"of max_model_len={config.max_model_len} needs {width * size}; lower max_model_len, max_num_seqs or "
+            "max_num_batched_tokens, or raise gpu_memory_utilization, kv_cache_memory_bytes or tensor_parallel_size."
+        )
+    return Layout(size, block, full_pages, sliding_pages, window, width)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a layout can hold, in numbers for people.
+
+    Attributes:
+        tokens: that the full group holds.
+        full_bytes: of a token in the full group: the target's layers and the drafter's full layers.
+        sliding_bytes: of a token in the sliding group: the drafter's sliding layers.
+        sliding_tokens: that the sliding group keeps of a sequence, however long; 0 without such layers.
+        max_model_len: tokens of the longest sequence.
+        max_concurrency: sequences of that length, with their look-ahead, that run side by side.
+        unshared_bytes: of a token if every drafter layer kept it, and all in the dtype of the model.
+    """
+
+    tokens: int
+    full_bytes: int
+    sliding_bytes: int
+    sliding_tokens: int
+    max_model_len: int
+    max_concurrency: float
+    unshared_bytes: int
+
+    def sequence_bytes(self, length: int) -> int:
+        """Bytes that a sequence of this length takes."""
+        return length * self.full_bytes + min(length, self.sliding_tokens) * self.sliding_bytes
+
+    def full_allocation_bytes(self, length: int) -> int:
+        """What it would take if every drafter layer kept every token, in the dtype of the model."""
+        return length * self.unshared_bytes
+
+    def lines(self) -> list[str]:
+        """One fact a line."""
+        longest, each = self.max_model_len, self.sequence_bytes(self.max_model_len)
+        facts = [
+            f"KV cache size: {self.tokens:,} tokens",
+            f"KV cache bytes per token: {self.full_bytes:,} in layers that keep every token",
+        ]
+        if self.sliding_bytes:
+            facts.append(
+                f"KV cache bytes per token: {self.sliding_bytes:,} in sliding layers, which keep "
+                f"{self.sliding_tokens:,} tokens a sequence"
+            )
+        return [
+            *facts,
+            f"Maximum concurrency for {longest:,} tokens per sequence: {self.max_concurrency:.2f}x",
+            f"KV cache bytes per sequence of {longest:,} tokens: {each / 2**20:,.0f} MiB, "
+            f"{each / self.full_allocation_bytes(longest):.1%} of a full allocation",
+        ]
+
+
+def capacity_of(target: TargetConfig, draft: DraftConfig | None, layout: Layout, config: EngineConfig) -> Capacity:
+    """What a layout can hold."""
+    full_bytes, sliding_bytes = group_bytes(target, draft, config)
+    models = (target,) if draft is None else (target, draft)
+    devices = config.tensor_parallel_size
+    return Capacity(
+        tokens=layout.full_pages * layout.page_size,
+        full_bytes=full_bytes,
+        sliding_bytes=sliding_bytes,
+        sliding_tokens=layout.sliding_pages // config.max_num_seqs * layout.page_size,
+        max_model_len=config.max_model_len,
+        max_concurrency=layout.full_pages / layout.table_width,
+        unshared_bytes=sum(m.num_hidden_layers * bytes_per_token(m, config.dtype, devices) for m in models),
+    )
+
+
+def log_capacity(target: TargetConfig, draft: DraftConfig | None, layout: Layout, config: EngineConfig) -> None:
+    """Log at INFO what a layout can hold."""
+    for line in capacity_of(target, draft, layout, config).lines():
+        logger.info(line)
+
+
+def free_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> int:
+    """Bytes that the devices together have left for keys and values, once the parameters are loaded."""
+    stats = [device.memory_stats() or {} for device in jax.devices()[: config.tensor_parallel_size]]
+    if any("bytes_limit" not in each for each in stats):
+        return CPU_CACHE_BYTES
+    left = min(int(s["bytes_limit"] * config.gpu_memory_utilization) - s["bytes_in_use"] for s in stats)
+    return max(left - working_bytes(target, draft, config), 0) * config.tensor_parallel_size
+
+
+def working_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> int:
+    """Bytes on one device for all but parameters and pools: state of sampling, deferred features, the larger step.
+
+    An estimate from above. Steps run one after another, so that their temporaries share the memory.
+    """
+    deferred = DEFERRED * feature_size(target, draft) * config.dtype.itemsize
+    state = config.max_num_seqs * (SAMPLING_STATE_BYTES * target.vocab_size + deferred)
+    verified = config.max_num_seqs * (config.num_speculative_tokens + 1)
+    prefill = step_bytes(target, draft, config, tokens=config.max_num_batched_tokens, rows=config.max_num_seqs)
+    widened = 0  # a copy of the pages of a layer, which prefills of fp8 pages take
+    if config.kv_cache_dtype in FP8:
+        kept = config.max_num_seqs * config.max_model_len * target.num_key_value_heads * target.head_dim
+        widened = min(MOST_WIDENED, 2 * 2 * kept)
+    return state + max(prefill + widened, step_bytes(target, draft, config, tokens=verified, rows=verified))
+
+
+def feature_size(target: TargetConfig, draft: DraftConfig | None) -> int:
+    """C, the features of a token that the drafter is told."""
+    return 0 if draft is None else len(draft.target_layer_ids) * target.hidden_size
+
+
+def step_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig, *, tokens: int, rows: int) -> int:
+    """Temporaries on one device of a step over T tokens that samples from the logits of some rows of them.
+
+    The taps [T, C] stay to the end. Beside them stands the largest of: a layer; the taps again, to be put side by side;
+    the drafter's context [T, D] with its keys and values of all layers, as one product makes them and apart; the logits
+    [rows, V] in float32, with the copies that sampling makes. A layer holds four arrays [T, D] (residual, normed,
+    attended, projected) and either the three [T, F] of its MLP, or queries, keys and values before and after the rotary
+    embedding.
+
+    On an H200, Qwen3-8B with a drafter of five layers: XLA takes 964 MiB for a chunk of 8192 tokens, where this says
+    1152, and 3580 MiB for a round of 64 x 16 with top-p, where this says 3601.
+    """
+
+    def split(length: int) -> int:
+        return length if length % config.tensor_parallel_size else length // config.tensor_parallel_size
+
+    def layer(model: DecoderConfig) -> int:
+        heads = (split(model.num_attention_heads) + 2 * split(model.num_key_value_heads)) * model.head_dim
+        return 4 * model.hidden_size + max(3 * split(model.intermediate_size), 2 * heads)
+
+    def context(model: DraftConfig) -> int:
+        heads = 2 * model.num_hidden_layers * split(model.num_key_value_heads) * model.head_dim
+        return model.hidden_size + 2 * heads
+
+    features = feature_size(target, draft)
+    widest = max(features, layer(target), *(() if draft is None else (layer(draft), context(draft))))
+    size = config.dtype.itemsize * tokens
+    return size * features + max(size * widest, LOGITS_COPIES * 4 * rows * split(target.vocab_size))
+
+
+@contextmanager
+def explain_out_of_memory() -> Iterator[None]:
+    """Name the options to change if the device runs out of memory inside.
+
+    Allocations are asynchronous: wait inside for what is made there.
+
+    Raises:
+        ConfigError: it ran out.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        found = str(error)
+        if "RESOURCE_EXHAUSTED" not in found:
+            raise
+        raise ConfigError(
+            f"the device ran out of memory ({found.splitlines()[0]}); lower gpu_memory_utilization or "
+            "kv_cache_memory_bytes, max_num_seqs, max_num_batched_tokens or max_model_len, or raise "
+            "tensor_parallel_size."
+        ) from error
+
+
+def place_layers(
+    groups: Sequence[int], layout: Layout, page_bytes: int, dtype: jnp.dtype
+) -> tuple[tuple[Place, ...], list[int]]:
+    """Where layers of these groups keep their pages, and how many pages each pool has.
+
+    A group has one pool, or two where 8-bit numbers would fill from 2 to 4 GiB on a device, which Triton kernels cannot
+    address.
+
+    Args:
+        groups: of each layer.
+        layout: how many pages a layer has.
+        page_bytes: of keys in a page, on one device.
+        dtype: of the pools.
+    """
+    of_group = {FULL: layout.full_pages, SLIDING: layout.sliding_pages}
+    places: list[Place | None] = [None] * len(groups)
+    sizes: list[int] = []
+    for group, pages in of_group.items():
+        layers = [i for i, own in enumerate(groups) if own == group]
+        is_unaddressable = dtype.itemsize == 1 and 2 << 30 < len(layers) * pages * page_bytes <= 4 << 30
+        half = -(-len(layers) // 2)
+        for part in [layers[:half], layers[half:]] if is_unaddressable else [layers]:
+            for i, layer in enumerate(part):
+                places[layer] = Place(group, len(sizes), i * pages)
+            if part:
+                sizes.append(len(part) * pages)
+    return tuple(place for place in places if place is not None), sizes
+
+
+def make_caches(
+    target: TargetConfig,
+    draft: DraftConfig | None,
+    layout: Layout,
+    config: EngineConfig,
+    mesh: Mesh,
+    kv_scales: tuple[KVScales | None, KVScales | None] = (None, None),
+) -> Caches:
+    """Empty pools for all layers, and no features.
+
+    Args:
+        target: the target.
+        draft: its drafter.
+        layout: how many pages.
+        config: dtypes of the pools.
+        mesh: splits kv heads where they divide.
+        kv_scales: of the target and of the drafter; pools that are not fp8 need none and ignore them.
+
+    Raises:
+        ConfigError: the pools do not fit in the memory.
+    """
+
+    def cache(model: DecoderConfig, groups: list[int], dtype: jnp.dtype, scales: KVScales | None) -> PagedKVCache:
+        page = (model.num_key_value_heads, layout.page_size, model.head_dim)
+        devices = mesh.mesh.size if page[0] % mesh.mesh.size == 0 else 1
+        places, pages = place_layers(groups, layout, math.prod(page) * dtype.itemsize // devices, dtype)
+
+        def pools() -> list[jax.Array]:
+            shapes = [(number, *page) for number in pages]
+            return [jnp.zeros(shape, dtype, device=mesh.place(("P", "K", "S", "H"), shape)) for shape in shapes]
+
+        of_heads = {}
+        if scales is not None and dtype in FP8:
+            place = mesh.place(("L", "K"), scales.k.shape)
+            of_heads = {"k_scale": jax.device_put(scales.k, place), "v_scale": jax.device_put(scales.v, place)}
+        split = mesh.mesh if mesh.mesh.size > 1 else None
+        return PagedKVCache(pools(), pools(), **of_heads, places=places, mesh=split)
+
+    deferred = (config.max_num_seqs, DEFERRED, feature_size(target, draft))
+    with explain_out_of_memory():
+        caches = Caches(
+            target=cache(target, [FULL] * target.num_hidden_layers, config.kv_cache_dtype, kv_scales[0]),
+            draft=PagedKVCache([], []),
+            features=jnp.zeros(deferred, config.dtype, device=mesh.place(("Q", "R", "C"), deferred)),
+        )
+        if draft is not None:
+            groups = [group_of(layer.window) for layer in draft.layers]
+            caches = replace(caches, draft=cache(draft, groups, config.draft_kv_cache_dtype, kv_scales[1]))
+        return jax.block_until_ready(caches)

@@ -1,0 +1,381 @@
+"""The steps that are compiled: a chunk of prompts, and those of a round: [catch up -> draft ->] verify -> commit.
+
+Each takes parameters as plain pytrees, donates the state that it changes (`DONATED`), and reads nothing back to the
+host. On an accelerator a round is one step where all of its sequences are greedy (`greedy_round`). Else it is three, so
+that each is compiled for no more shapes than it depends on (page tables matter to all but the last, sampling options to
+that), and so that the host can mask the block's rows for a grammar while the target verifies it. They are enqueued
+together; the device goes from one to the next without waiting for the host.
+
+On a CPU a round is two steps, whatever is sampled: `draft`, and `verify_commit`, which branches at run time. There a
+branch costs nothing (a GPU would wait for the host at each), a program costs seconds and 280 memory maps of the 65,530
+that a process may have.
+
+Source of the rules: arXiv 2602.06036 section 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from dflash_jax.engine.device.acceptance import Confirm, likeliest_tokens
+from dflash_jax.engine.device.controls import count_emitted, process
+from dflash_jax.engine.device.sampling import logprobs_of, sample, when
+from dflash_jax.engine.device.slots import (
+    MODES,
+    Caches,
+    Chunk,
+    Controls,
+    Emitted,
+    FlatParams,
+    Logprobs,
+    Sampler,
+    SamplingMode,
+    Slots,
+    StepSpec,
+    Tables,
+    pools_of,
+    rows_of,
+)
+from dflash_jax.models.drafters.dflash import DraftModel
+from dflash_jax.models.layers import KVCache
+from dflash_jax.models.target import TargetModel
+from dflash_jax.parallel.collectives import Devices
+from dflash_jax.parallel.platform import runs_on_cpus
+from dflash_jax.state.paged_kv import PagedKVCache
+from dflash_jax.weights.loader import Params
+
+# Without the first, XLA multiplies by several weights at once where they share an operand (a drafter's context, of all
+# its layers): and to do so copies all these weights into one array, in every round. Without the second it compiles
+# dozens of Triton kernels of each product to try them, a minute for a program, and picks none that is faster there.
+COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_enable_triton_gemm": False}
+if runs_on_cpus():
+    # Without this XLA converts a whole pool of pages in bfloat16 or fp8 to write one token, and back.
+    COMPILER_OPTIONS["xla_disable_hlo_passes"] = ",".join(
+        f"float-normalization-{name}" for name in ("bf16", "f8e4m3fn", "f8e5m2")
+    )
+    # In the thread that compiles alone, whose priority is low: XLA's own threads would hold up the rounds of others.
+    COMPILER_OPTIONS["xla_cpu_parallel_codegen_split_count"] = 1
+DONATED = {  # arguments of each step that it changes in place
+    "catch_up": ("cache",),
+    "draft": ("cache",),
+    "verify": ("caches",),
+    "commit": ("slots", "controls"),
+    "verify_commit": ("slots", "controls", "caches"),
+    "greedy_round": ("slots", "caches"),
+    "prefill": ("slots", "caches"),
+    "score": (),
+    "set_controls": ("controls",),
+}
+SCORED_ROWS = 64  # logits of prompts are computed for so many tokens at a time, never for a whole chunk
+
+
+Chosen = tuple[Int[Array, "B T"], Float[Array, "B T"], Logprobs | None]  # with their scores
+
+
+def catch_up(
+    params: tuple[Params, Params],
+    slots: Slots,
+    cache: PagedKVCache,
+    features: Float[Array, "Q R C"],
+    tables: Tables,
+    deferred: Int[Array, " B"],
+    *,
+    spec: StepSpec,
+) -> PagedKVCache:
+    """Write the drafter's context of tokens whose features waited; returns the drafter's pools.
+
+    Args:
+        params: as for `draft`.
+        slots: all slots.
+        cache: the drafter's pools; donated.
+        features: those that wait, of all slots.
+        tables: of the B sequences that take part.
+        deferred: how many of the last tokens of each are to be written, at most R.
+        spec: static.
+    """
+    _, drafter = bind(params, spec)
+    assert drafter is not None
+    length = rows_of(slots.length, tables.rows)[:, None]
+    last = length - 1
+    positions = last - (last - jnp.arange(features.shape[1])) % features.shape[1]  # the latest of each place
+    positions = jnp.where(positions >= length - deferred[:, None], positions, -1)
+    after = drafter.write_context(rows_of(features, tables.rows), positions, tables.over_draft(cache))
+    return pools_of(after)
+
+
+def draft(
+    params: tuple[Params, Params], slots: Slots, cache: PagedKVCache, tables: Tables, *, spec: StepSpec
+) -> tuple[Int[Array, "B G"], PagedKVCache]:
+    """Fill a block: the anchor, and the drafter's tokens for the G-1 positions behind it.
+
+    Args:
+        params: the target's outside its layers (embedding and head are shared), and the drafter's.
+        slots: all slots.
+        cache: the drafter's pools; donated.
+        tables: of the B sequences that take part.
+        spec: static.
+    """
+    target, drafter = bind(params, spec)
+    assert drafter is not None
+    own = rows_of(slots, tables.rows)
+    positions = block_positions(slots, tables, spec.block)
+    drafts, after = draft_block(target, drafter, own, positions, tables.over_draft(cache))
+    block = jnp.concatenate([own.anchor[:, None], drafts], axis=1)
+    return spec.replicate(block), pools_of(after)
+
+
+def verify(
+    params: FlatParams,
+    slots: Slots,
+    caches: Caches,
+    tables: Tables,
+    block: Int[Array, "B G"] | None,
+    *,
+    spec: StepSpec,
+    length: int,
+) -> tuple[Float[Array, "B T D"], Caches]:
+    """Run the target over the first T = `length` tokens of the blocks; just the anchors without a block.
+
+    With a block the drafter's context of all T positions is written too, before anybody knows which will be confirmed:
+    what is not lies behind the sequence's end, where the next round writes before it reads. Without one nobody may want
+    it, and it waits for `catch_up`.
+
+    Returns:
+        The target's final hidden states, and the caches.
+    """
+    models, caches = bind(params.unflatten(), spec), caches.through(tables)
+    positions = block_positions(slots, tables, length)
+    tokens = rows_of(slots.anchor, tables.rows)[:, None] if block is None else block[:, :length]
+    hidden, features, cache = models[0](tokens, positions, caches.target, spec.taps)
+    caches = caches.with_target(cache)
+    if block is None:
+        caches = caches.defer(tables.rows, positions, spec.replicate(features))
+    else:
+        caches = write_context(models[1], features, positions, caches)
+    return spec.replicate(hidden), caches.pools()
+
+
+def commit(
+    params: Params,
+    slots: Slots,
+    controls: Controls | None,
+    rows: Int[Array, " B"],
+    hidden: Float[Array, "B T D"],
+    block: Int[Array, "B G"] | None,
+    sampler: Sampler | None,
+    allowed: UInt32[Array, "B T X"] | None,
+    needed: Int[Array, ""] | None,
+    *,
+    spec: StepSpec,
+    mode: SamplingMode,
+    confirm: Confirm,
+) -> tuple[Slots, Controls | None, Emitted]:
+    """Sample a token for each verified row, and emit them as long as the drafts agree.
+
+    Args:
+        params: the target's outside its layers.
+        slots: all slots; donated.
+        controls: of all slots, for `CONTROLLED_MODES` alone; donated.
+        rows: slots of the B sequences; beyond the last one for a row that takes no part.
+        hidden: what `verify` or `prefill` returned.
+        block: what `draft` returned; None without drafts.
+        sampler: of all slots; None for mode "greedy".
+        allowed: bits of the tokens that each row may emit (X words of 32), for `CONTROLLED_MODES` alone.
+        needed: index in `MODES` of what the most demanding sequence needs, for mode "any" alone.
+        spec: static.
+        mode: static; what the most demanding of the sequences needs, or "any".
+        confirm: static; `accepted`, or what a benchmark has for it.
+
+    Returns:
+        Slots and controls after the step, and what it emitted: from 1 to T tokens a sequence. Its log-probabilities
+        mean nothing where mode "any" was told to need less than "reported".
+    """
+    target = bind_target(params, spec)
+    own, own_sampler = rows_of((slots, sampler), rows)
+    length = hidden.shape[1]
+    drafts = jnp.zeros((len(rows), 0), jnp.int32) if block is None else block[:, 1:length]
+    positions = own.length[:, None] + 1 + jnp.arange(length)
+
+    def needs(what: SamplingMode) -> bool | Bool[Array, ""]:
+        """Whether any sequence needs it: known when this is compiled, or not before it runs."""
+        return (MODES.index(mode) if needed is None else needed) >= MODES.index(what)
+
+    def likeliest() -> Chosen:
+        return *likeliest_tokens(target.likeliest, hidden, drafts, confirm), no_logprobs()
+
+    def sampled() -> Chosen:
+        logits = target.logits(hidden)
+
+        def controlled() -> Float[Array, "B T V"]:
+            assert controls is not None
+            assert own_sampler is not None
+            assert allowed is not None
+            return process(logits, drafts, own.emitted, own_sampler, rows_of(controls, rows), allowed)
+
+        assert own_sampler is not None
+        processed = when(needs("controlled"), controlled, lambda: logits)
+        chosen = sample(processed, positions, own_sampler, target.devices, is_filtered=needs("filtered"))
+        return *chosen, when(needs("reported"), lambda: logprobs_of(logits, chosen[0]), no_logprobs)
+
+    def no_logprobs() -> Logprobs | None:
+        """Branches must give the same arrays, so that one program has some in any case."""
+        return None if needed is None else Logprobs.zeros(len(rows), length, spec.target.vocab_size)
+
+    tokens, scores, logprobs = when(needs("random"), sampled, likeliest)
+    count = confirm(tokens, drafts) + 1
+
+    taken = jnp.arange(length) < count[:, None]
+    broken = (jnp.isnan(scores) & taken).any(axis=1)
+    last = jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)[:, 0]
+    slots = slots.put(rows, Slots.of(anchor=last, length=own.length + count, emitted=own.emitted + count))
+    if controls is not None:
+        controls = count_emitted(controls, rows, tokens, taken)
+    return spec.replicate((slots, controls, Emitted.of(tokens, jnp.where(broken, -1, count), logprobs)))
+
+
+def verify_commit(
+    params: FlatParams,
+    slots: Slots,
+    controls: Controls,
+    caches: Caches,
+    tables: Tables,
+    block: Int[Array, "B G"] | None,
+    sampler: Sampler,
+    allowed: UInt32[Array, "B T X"],
+    needed: Int[Array, ""],
+    *,
+    spec: StepSpec,
+    length: int,
+    mode: SamplingMode,
+    confirm: Confirm,
+) -> tuple[Slots, Controls | None, Caches, Emitted]:
+    """`verify` and `commit` in one program; arguments and results are theirs."""
+    with jax.named_scope("verify"):
+        hidden, caches = verify(params, slots, caches, tables, block, spec=spec, length=length)
+    given = (tables.rows, hidden, block, sampler, allowed, needed)
+    with jax.named_scope("commit"):
+        slots, after, emitted = commit(
+            params.unflatten()[0], slots, controls, *given, spec=spec, mode=mode, confirm=confirm
+        )
+    return slots, after, caches, emitted
+
+
+def greedy_round(
+    params: FlatParams,
+    slots: Slots,
+    caches: Caches,
+    tables: Tables,
+    *,
+    spec: StepSpec,
+    length: int,
+    confirm: Confirm,
+) -> tuple[Slots, Caches, Emitted]:
+    """Draft, verify and commit at once, for sequences that are all greedy: the host starts one program, not three.
+
+    Args:
+        params: the target's and the drafter's.
+        slots: all slots; donated.
+        caches: donated.
+        tables: of the B sequences that take part.
+        spec: static.
+        length: static; tokens to verify, 1 without drafting.
+        confirm: static; as for `commit`.
+    """
+    both, block = params.unflatten(), None
+    if length > 1:
+        with jax.named_scope("draft"):
+            block, cache = draft(both, slots, caches.draft, tables, spec=spec)
+        caches = caches.with_draft(cache)
+    with jax.named_scope("verify"):
+        hidden, caches = verify(params, slots, caches, tables, block, spec=spec, length=length)
+    given = (tables.rows, hidden, block, None, None, None)
+    with jax.named_scope("commit"):
+        slots, _, emitted = commit(both[0], slots, None, *given, spec=spec, mode="greedy", confirm=confirm)
+    return slots, caches, emitted
+
+
+def prefill(
+    params: FlatParams, slots: Slots, caches: Caches, chunk: Chunk, *, spec: StepSpec
+) -> tuple[Slots, Caches, Float[Array, "B 1 D"], Float[Array, "B T D"]]:
+    """Process a part of B prompts, the drafter's context included.
+
+    A slot is left as a round would leave it that has verified all of the prompt but its last token: `commit` of that
+    one row then emits the first token. A sequence that was preempted has its first token; its slot is ready to draft.
+
+    Returns:
+        The slots and caches after the step; the final hidden states of the last token of each prompt in the chunk; what
+        went into the target's last layer, for `score`.
+    """
+    models, caches = bind(params.unflatten(), spec), caches.through(chunk.tables)
+    last, features, before, cache = models[0].prefill(chunk.tokens, chunk.positions, caches.target, spec.taps)
+    caches = write_context(models[1], features, chunk.positions, caches.with_target(cache))
+    is_new = chunk.anchor < 0
+    ready = Slots.of(anchor=chunk.anchor, length=chunk.length - is_new, emitted=chunk.emitted)
+    slots, last, before = spec.replicate((slots.put(chunk.tables.rows, ready), last, before))
+    return slots, caches.pools(), last, before
+
+
+def score(
+    params: FlatParams,
+    cache: PagedKVCache,
+    chunk: Chunk,
+    before: Float[Array, "1 T D"],
+    following: Int[Array, "1 T"],
+    *,
+    spec: StepSpec,
+) -> Logprobs:
+    """Log-probabilities of the tokens behind those of a chunk of one prompt, which `prefill` has just processed."""
+    target = bind_target(params.unflatten()[0], spec)
+    hidden = target.finish(before, chunk.positions, chunk.tables.over_target(cache))
+    rows = min(SCORED_ROWS, hidden.shape[1])
+
+    def one(block: tuple[Float[Array, "R D"], Int[Array, " R"]]) -> Logprobs:
+        return logprobs_of(target.logits(block[0][None]), block[1][None])
+
+    blocks = hidden.reshape(-1, rows, hidden.shape[-1]), following.reshape(-1, rows)
+    scored = jax.lax.map(one, blocks)
+    return spec.replicate(jax.tree.map(lambda array: array.reshape(1, -1, *array.shape[3:]), scored))
+
+
+def bind(params: tuple[Params, Params], spec: StepSpec) -> tuple[TargetModel, DraftModel | None]:
+    """The models of a step with their parameters."""
+    devices = Devices(spec.mesh, params[0].get("peers"))
+    draft = None if spec.draft is None else DraftModel(spec.draft, devices).bind({"params": params[1]})
+    return bind_target(params[0], spec), draft
+
+
+def bind_target(params: Params, spec: StepSpec) -> TargetModel:
+    """The target with all of its parameters, or with those outside its layers for its embedding and head alone.
+
+    Beside the parameters may stand `peers`, the mailboxes of devices that share the models.
+    """
+    return TargetModel(spec.target, Devices(spec.mesh, params.get("peers"))).bind({"params": params})
+
+
+def block_positions(slots: Slots, tables: Tables, length: int) -> Int[Array, "B T"]:
+    """Positions of the next `length` tokens of each sequence, -1 in rows of padding."""
+    takes_part = tables.rows < len(slots.packed)
+    positions = rows_of(slots.length, tables.rows)[:, None] + jnp.arange(length)
+    return jnp.where(takes_part[:, None], positions, -1)
+
+
+def write_context(
+    drafter: DraftModel | None, features: Float[Array, "B T C"], positions: Int[Array, "B T"], caches: Caches
+) -> Caches:
+    """Turn features into the drafter's context, if there is a drafter."""
+    return caches if drafter is None else caches.with_draft(drafter.write_context(features, positions, caches.draft))
+
+
+def draft_block(
+    target: TargetModel, drafter: DraftModel, slots: Slots, positions: Int[Array, "B G"], cache: KVCache
+) -> tuple[Int[Array, "B G-1"], KVCache]:
+    """The drafter's tokens for positions n+1..n+G-1, from the anchor and G-1 mask tokens at n..n+G-1."""
+    masked = jnp.full_like(positions[:, 1:], drafter.config.mask_token_id)
+    embedded = target.embed(jnp.concatenate([slots.anchor[:, None], masked], axis=1))
+    hidden, cache = drafter(embedded, positions, cache)
+    # Row j predicts the token at its own position; the anchor's is already known.
+    return drafter.tokens(jax.tree.map(lambda x: x[:, 1:], hidden), target.head), cache

@@ -1,0 +1,164 @@
+"""A request while it runs: its prompt, checked, and the sequences that complete it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_jax.base.errors import RequestError
+from dflash_jax.base.values import Prompt, RequestMetrics, RequestOutput, SamplingParams, is_int
+from dflash_jax.engine.host.sequence import Sequence
+from dflash_jax.text.tokenizer import Tokenizer
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt and its n completions."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sequences: list[Sequence]
+    started: float = field(default_factory=time.perf_counter)
+    first_token_time: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every completion has ended."""
+        return all(s.finished for s in self.sequences)
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds that it has waited for the start of its prefill, None while it waits."""
+        started = self.sequences[0].started
+        return None if started is None else max(started - self.started, 0.0)
+
+    def touch(self) -> None:
+        """Note the time if its first token has come."""
+        if self.first_token_time is None and any(s.output.token_ids for s in self.sequences):
+            self.first_token_time = time.perf_counter() - self.started
+
+    def output(self) -> RequestOutput:
+        """What has come so far, as a snapshot that later steps leave alone."""
+        self.touch()
+        for sequence in self.sequences:
+            sequence.publish_text()
+        finished, first = self.finished, self.sequences[0]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[s.output.copy() for s in self.sequences],
+            finished=finished,
+            prompt_logprobs=None if first.params.prompt_logprobs is None else [None, *first.prompt_logprobs],
+            metrics=RequestMetrics(
+                acceptance_lengths=[length for s in self.sequences for length in s.acceptance_lengths],
+                draft_lengths=[length for s in self.sequences for length in s.draft_lengths],
+                queue_time=self.queue_time,
+                first_token_time=self.first_token_time,
+                finished_time=time.perf_counter() - self.started if finished else None,
+                num_cached_tokens=first.num_cached_tokens,
+            ),
+        )
+
+
+def tokenize(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int) -> tuple[str | None, list[int]]:
+    """A prompt's text, if it has one, and its token ids.
+
+    Raises:
+        RequestError: it is neither text nor token ids, it is empty, or an id is not in the vocabulary.
+    """
+    given: Any = prompt  # whatever the caller gave, whatever its annotation says
+    if isinstance(given, Mapping) and "prompt_token_ids" in given:
+        listed = given["prompt_token_ids"]
+        if not isinstance(listed, Iterable) or isinstance(listed, str | bytes):
+            raise RequestError(f"prompt_token_ids of type {type(listed).__name__} is not a list of token ids.")
+        text, ids = None, list(listed)
+    elif isinstance(given, Mapping) and isinstance(given.get("prompt"), str):
+        return tokenize(given["prompt"], tokenizer, vocab_size=vocab_size)
+    elif isinstance(given, str):
+        if tokenizer is None:
+            raise RequestError(
+                "a text prompt needs a tokenizer and the model folder has none; give {'prompt_token_ids': [...]}."
+            )
+        text, ids = given, tokenizer.encode(given)
+    else:
+        raise RequestError(
+            f"a prompt of type {type(prompt).__name__} is not a string nor {{'prompt_token_ids': [...]}}."
+        )
+    if not ids:
+        raise RequestError("the prompt is empty; give at least one token.")
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:  # as a long prompt should be checked
+        return text, ids
+    for token in ids:
+        if not is_int(token) or not 0 <= token < vocab_size:
+            raise RequestError(f"prompt token id {token!r} is not in the vocabulary: ids are 0 to {vocab_size - 1}.")
+    return text, [int(token) for token in ids]
+
+
+def cache_salt_of(prompt: Prompt) -> str | None:
+    """The `cache_salt` of a prompt, None if it brings none.
+
+    Raises:
+        RequestError: it is not a string, or it is empty.
+    """
+    salt = None if isinstance(prompt, str) else prompt.get("cache_salt")
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise RequestError(f"cache_salt={salt!r} is not a non-empty string; leave it out to share the prefix cache.")
+    return salt
+
+
+def check_params(
+    params: SamplingParams, *, prompt_length: int, max_model_len: int, vocab_size: int, has_tokenizer: bool
+) -> int:
+    """The most tokens the request may emit.
+
+    Raises:
+        RequestError: the prompt leaves no room, or the parameters do not fit the model.
+    """
+    room = max_model_len - prompt_length
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {prompt_length} tokens and max_model_len={max_model_len} leaves no room for an answer; "
+            "shorten the prompt or raise max_model_len."
+        )
+    for name, tokens in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("logit_bias", dict(params.logit_bias)),
+    ):
+        if beyond := [t for t in tokens if t >= vocab_size]:
+            raise RequestError(f"{name} holds {beyond[0]}, not in the vocabulary: ids are 0 to {vocab_size - 1}.")
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None and count > vocab_size:
+            raise RequestError(f"{name}={count} exceeds the vocabulary of {vocab_size}; lower it.")
+    for name, needs_text, instead in (
+        ("stop strings", params.stop, "use stop_token_ids"),
+        ("bad_words", params.bad_words, "use logit_bias"),
+        ("structured_outputs", params.structured_outputs, "leave them out"),
+    ):
+        if needs_text and not has_tokenizer:
+            raise RequestError(f"{name} need a tokenizer and the model folder has none; {instead}.")
+    if params.stop and not params.detokenize:
+        raise RequestError("stop strings are looked for in text, and detokenize=False makes none; use stop_token_ids.")
+    return room if params.max_tokens is None else min(params.max_tokens, room)
+
+
+def one_each(params: SamplingParams | Seq[SamplingParams], number: int) -> list[SamplingParams]:
+    """Sampling parameters for each of a number of prompts.
+
+    Raises:
+        RequestError: they are something else, or more or fewer than prompts.
+    """
+    if isinstance(params, SamplingParams):
+        return [params] * number
+    listed: list[Any] = list(params) if isinstance(params, list | tuple) else [params]
+    for each in listed:
+        if not isinstance(each, SamplingParams):
+            raise RequestError(f"sampling_params of type {type(each).__name__} are not SamplingParams.")
+    if len(listed) != number:
+        raise RequestError(f"{len(listed)} sampling_params for {number} prompts; give one, or one for each prompt.")
+    return listed

@@ -1,0 +1,249 @@
+"""Who runs: slots and pages for sequences, first come first served. Pure host code.
+
+A sequence is admitted when a slot and pages for its prompt are free, is prefilled in chunks, then takes part in every
+round. Its pages are reserved ahead of the rounds that are in flight. When pages run out, the sequence that came last
+gives its own back and waits again; what it has emitted becomes part of its prompt. After a step that failed, the
+sequences of it run alone until each has got through a round.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dflash_jax.engine.host.sequence import Sequence
+from dflash_jax.state.layout import Layout
+from dflash_jax.state.pages import NO_PAGE, PageHash, PagePool, extend_hashes
+
+
+@dataclass(eq=False)
+class Running:
+    """A sequence that holds a slot and pages.
+
+    Attributes:
+        sequence: what it completes.
+        slot: its row on the device.
+        text: tokens to prefill: the prompt, and all that was emitted before a preemption but the last token.
+        prefilled: how many of them are in the cache.
+        in_flight: rounds that are enqueued and not yet read.
+        last_round: number of the last round that was planned for it, among all that the planner has numbered.
+        deferred: tokens whose features wait to become context of the drafter, the last ones of the rounds enqueued.
+        has_controls: whether the device knows its penalties, biases and stops.
+        full: pages of the full group.
+        sliding: pages of the sliding group from page `sliding_start` on.
+        hashes: of the whole pages that the prefix cache knows of.
+    """
+
+    sequence: Sequence
+    slot: int
+    text: list[int]
+    prefilled: int
+    full: list[int] = field(default_factory=list)
+    sliding: deque[int] = field(default_factory=deque)
+    sliding_start: int = 0
+    hashes: list[PageHash] = field(default_factory=list)
+    in_flight: int = 0
+    last_round: int = 0
+    deferred: int = 0
+    has_controls: bool = False
+    released: bool = False
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether it takes part in rounds."""
+        return self.prefilled == len(self.text)
+
+    @property
+    def length(self) -> int:
+        """Tokens that the target has certainly processed; rounds in flight will have processed more."""
+        return max(len(self.text), len(self.sequence.prompt_token_ids) + len(self.sequence.output.token_ids) - 1)
+
+    @property
+    def may_emit(self) -> bool:
+        """Whether the rounds in flight leave it anything to emit."""
+        emitted = max(len(self.sequence.output.token_ids), 1) + self.in_flight
+        return not self.released and self.is_prefilled and emitted < self.sequence.max_new_tokens
+
+
+class Scheduler:
+    """Waiting and running sequences, their slots, pages and page tables."""
+
+    def __init__(self, layout: Layout, max_num_seqs: int):
+        self.layout = layout
+        self.full, self.sliding = PagePool(layout.full_pages), PagePool(layout.sliding_pages)
+        self.num_preemptions = self.num_prompt_tokens = self.num_prefix_queries = self.num_prefix_hits = 0
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Running] = []  # oldest first
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.full_table = np.full((max_num_seqs, layout.table_width), NO_PAGE, np.int32)
+        self.sliding_table = self.full_table.copy()
+        self.sliding_from = np.zeros(max_num_seqs, np.int32)
+
+    def admit(self) -> list[Running]:
+        """Start waiting sequences while there are slots and pages for them."""
+        admitted = []
+        while self.waiting and self._free_slots and self._may_start(self.waiting[0]):
+            running = self._start(self.waiting[0])
+            if running is None:
+                break
+            self.waiting.popleft()
+            admitted.append(running)
+        return admitted
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        """Whether nothing speaks against a waiting sequence but pages."""
+        if sequence.suspect or any(r.sequence.suspect for r in self.running):
+            return not self.running
+        # The first completion of a prompt fills the pages that the others share.
+        return not any(r.sequence is sequence.first and not r.is_prefilled for r in self.running)
+
+    def reserve_round(self, running: Running) -> bool:
+        """Own the pages that a further round may write; False, and nothing changed, if there are too few."""
+        layout, length = self.layout, running.length
+        ends = layout.pages_for(length + (running.in_flight + 1) * layout.block)
+        if layout.window is not None:
+            self._recycle(running, length)
+        kept = running.sliding_start + len(running.sliding)
+        if ends <= len(running.full) and (layout.window is None or ends <= kept):
+            return True
+        full = self.full.take(max(ends - len(running.full), 0))
+        sliding = self.sliding.take(0 if layout.window is None else max(ends - kept, 0))
+        if full is None or sliding is None:
+            self.full.give_back(full or [])
+            self.sliding.give_back(sliding or [])
+            return False
+        self._grow(running, full, sliding)
+        return True
+
+    def remember(self, running: Running) -> None:
+        """Let others share the whole pages that are certainly written."""
+        salt = running.sequence.cache_salt
+        if salt is None:
+            return
+        known, size = len(running.hashes), self.layout.page_size
+        written = running.length - running.deferred if running.is_prefilled else running.prefilled
+        if written // size <= known:
+            return
+        extend_hashes(running.hashes, running.sequence.tokens_between(known * size, written), size, salt)
+        for index in range(known, len(running.hashes)):
+            self.full.remember(running.full[index], running.hashes[index])
+            if index >= running.sliding_start and running.sliding:
+                self.sliding.remember(running.sliding[index - running.sliding_start], running.hashes[index])
+
+    def release(self, running: Running) -> None:
+        """Give back the slot and the pages of a sequence."""
+        running.released = True
+        self.running.remove(running)
+        self._free_slots.append(running.slot)
+        self._free_slots.sort(reverse=True)  # low slots first: rounds run over the first few
+        self.full.give_back(running.full)
+        self.sliding.give_back(running.sliding)
+        self.full_table[running.slot] = self.sliding_table[running.slot] = NO_PAGE
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence that waits or runs; one that does neither is ignored."""
+        self.waiting = deque(waiting for waiting in self.waiting if waiting is not sequence)
+        for running in [r for r in self.running if r.sequence is sequence]:
+            self.release(running)
+
+    def preempt_last(self) -> Running:
+        """Make the sequence that came last wait again, in front of all others."""
+        last = self.running[-1]
+        self.release(last)
+        self.waiting.appendleft(last.sequence)
+        self.num_preemptions += 1
+        return last
+
+    def forget(self, running: Running) -> None:
+        """Let nobody take up the pages of a sequence whose keys and values cannot be trusted."""
+        self.full.forget(running.full)
+        self.sliding.forget(running.sliding)
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache; what runs keeps its pages."""
+        self.full.forget_all()
+        self.sliding.forget_all()
+
+    def requeue(self) -> list[Sequence]:
+        """After a failed step: everything in the cache is lost, and who ran waits again, in front of all others.
+
+        Returns:
+            Who ran, oldest first.
+        """
+        lost = [running.sequence for running in self.running]
+        for running in list(self.running):
+            self.release(running)
+        self.full, self.sliding = PagePool(self.layout.full_pages), PagePool(self.layout.sliding_pages)
+        self.waiting.extendleft(reversed(lost))
+        return lost
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every page is owned as often as counted, and none is lost."""
+        self.full.check_integrity([r.full for r in self.running])
+        self.sliding.check_integrity([r.sliding for r in self.running])
+        assert len(self._free_slots) + len(self.running) == len(self.full_table), "a slot is lost"
+
+    def _start(self, sequence: Sequence) -> Running | None:
+        layout, emitted = self.layout, sequence.output.token_ids
+        text = [*sequence.prompt_token_ids, *emitted[:-1]]
+        hashes: list[PageHash] = []
+        if sequence.cache_salt is not None and not sequence.wants_prompt_logprobs:
+            # The last token of a prompt is always processed: its logits are wanted.
+            extend_hashes(hashes, text[:-1], layout.page_size, sequence.cache_salt)
+        full = self.full.take_known(hashes)
+        hit = len(full)
+        sliding, start = self._take_known_window(hashes[:hit], len(text))
+        ends = layout.pages_for(len(text) + layout.block)
+        more = self.full.take(ends - hit)
+        more_sliding = self.sliding.take(0 if layout.window is None else ends - start - len(sliding))
+        if more is None or more_sliding is None:
+            self.full.give_back([*full, *(more or [])])
+            self.sliding.give_back([*sliding, *(more_sliding or [])])
+            return None
+        running = Running(sequence, self._free_slots.pop(), text, prefilled=hit * layout.page_size)
+        running.hashes, running.sliding_start = hashes[:hit], start
+        if not emitted:
+            sequence.num_cached_tokens = running.prefilled
+            self.num_prompt_tokens += len(text)
+            self.num_prefix_hits += running.prefilled
+            self.num_prefix_queries += len(text) if hashes else 0
+        self.sliding_from[running.slot] = (start if sliding else hit) * layout.page_size
+        self._grow(running, [*full, *more], [*sliding, *more_sliding])
+        self.running.append(running)
+        return running
+
+    def _take_known_window(self, hashes: list[PageHash], length: int) -> tuple[list[int], int]:
+        """The known sliding pages right before a hit's end that a text of this length still sees.
+
+        Returns:
+            The pages, and the index of the first page that the text keeps. What the window would see before it is
+            masked: it costs some acceptance, never the hit.
+        """
+        if self.layout.window is None:
+            return [], 0
+        first = self.layout.first_seen(length) // self.layout.page_size
+        pages: deque[int] = deque()
+        for index in range(len(hashes) - 1, first - 1, -1):
+            known = self.sliding.take_known([hashes[index]])
+            if not known:
+                break
+            pages.appendleft(known[0])
+        return list(pages), max(first, len(hashes) - len(pages))
+
+    def _grow(self, running: Running, full: list[int], sliding: list[int]) -> None:
+        start = len(running.full)
+        running.full += full
+        self.full_table[running.slot, start : len(running.full)] = full
+        start = running.sliding_start + len(running.sliding)
+        running.sliding.extend(sliding)
+        self.sliding_table[running.slot, start : start + len(sliding)] = sliding
+
+    def _recycle(self, running: Running, length: int) -> None:
+        """Give back sliding pages that neither the window, `length` tokens on, nor a coming write can touch."""
+        seen = self.layout.first_seen(length) // self.layout.page_size
+        while running.sliding and running.sliding_start < seen:
+            self.sliding.give_back([running.sliding.popleft()])
+            self.sliding_table[running.slot, running.sliding_start] = NO_PAGE
+            running.sliding_start += 1

@@ -1,0 +1,201 @@
+"""One completion while it grows: its tokens, its text, and when it ends. Pure host code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from dflash_jax.base.values import CompletionOutput, Logprob, SamplingParams
+from dflash_jax.engine.host.constraints import Constraint
+from dflash_jax.text.tokenizer import Detokenizer, Tokenizer
+
+TokenLogprobs = dict[int, Logprob]
+DECODED_AT_ONCE = 16  # tokens: what ends inside a character waits together
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A prompt and one completion of it.
+
+    Attributes:
+        prompt_token_ids: the prompt.
+        params: of the request.
+        seed: 64 bits; `params.seed` plus the completion's index, or drawn by the engine.
+        eos_token_ids: tokens that end it, empty with `ignore_eos`.
+        max_new_tokens: most tokens it may emit, within `max_model_len`.
+        output: what came so far; its text up to the last `publish_text`, which the end calls as well.
+        constraint: what its text must obey, None for anything.
+        first: the first completion of the same prompt, whose pages the others share; None for that one itself.
+        cache_salt: prefix-cache pages are shared among sequences of equal salt only; None shares nothing.
+        acceptance_lengths: tokens of each round.
+        draft_lengths: drafts verified by each round.
+        started: `time.perf_counter()` when it was first admitted, None while it waits.
+        prompt_logprobs: of the prompt's second token and those after it, as far as they are known.
+        num_cached_tokens: prompt tokens that the prefix cache had.
+        suspect: whether a step that it took part in has failed.
+    """
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    eos_token_ids: tuple[int, ...]
+    max_new_tokens: int
+    tokenizer: Tokenizer | None
+    output: CompletionOutput
+    constraint: Constraint | None = None
+    first: Sequence | None = None
+    cache_salt: bytes | None = b""
+    acceptance_lengths: list[int] = field(default_factory=list)
+    draft_lengths: list[int] = field(default_factory=list)
+    started: float | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    suspect: bool = False
+    _detokenizer: Detokenizer | None = None
+    _text: str = ""
+    _decoded: int = 0  # tokens that are in _text, or wait in the detokenizer
+    _stop_ids: frozenset[int] = frozenset()
+    _holdback: int = 0  # characters at the end that may be the beginning of a stop string
+    _unchecked: int = 0  # characters of _text before which no stop string may begin
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is not None:
+            self._detokenizer = Detokenizer(
+                self.tokenizer, self.prompt_token_ids, skip_special_tokens=self.params.skip_special_tokens
+            )
+        self._stop_ids = frozenset(self.stop_ids)
+        self._holdback = max((len(stop) for stop in self.params.stop), default=1) - 1
+        if self.params.logprobs is not None:
+            self.output.logprobs = []
+            self.output.cumulative_logprob = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.output.finish_reason is not None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to come."""
+        wanted = self.params.prompt_logprobs is not None and self.output.index == 0
+        return wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids) - 1
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Every token that may end it."""
+        return (*self.eos_token_ids, *self.params.stop_token_ids)
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """Tokens of prompt and completion from one position up to another."""
+        before = len(self.prompt_token_ids)
+        if start >= before:  # no copy of a long text for a few tokens of it
+            return self.output.token_ids[start - before : end - before]
+        return self.prompt_token_ids[start:end] + self.output.token_ids[: max(end - before, 0)]
+
+    def decode_one(self, token: int) -> str | None:
+        """The text of one token on its own, None without a tokenizer."""
+        return None if self.tokenizer is None else self.tokenizer.decode_one(token)
+
+    def extend(self, tokens: Iterable[int], logprobs: Seq[TokenLogprobs] | None) -> int:
+        """Append what a step emitted, up to where the completion ends; returns how many tokens were taken."""
+        if self.finished or self._is_broken():  # by its tokenizer or its constraint, whose masks meant nothing then
+            return 0
+        tokens, taken = list(tokens), 0
+        if logprobs is None and self.constraint is None and self._cannot_end_in(tokens):
+            self.output.token_ids += tokens
+            taken, tokens = len(tokens), []
+        for token in tokens:
+            taken += 1
+            self.output.token_ids.append(token)
+            if logprobs is not None and self.output.logprobs is not None:
+                self._add_logprobs(token, logprobs[taken - 1])
+            if self._ends_with(token) or self._completes(token):
+                break
+        if self.finished:
+            self.publish_text()
+        return taken
+
+    def _cannot_end_in(self, tokens: list[int]) -> bool:
+        """Whether none of these tokens can be the last, which need not be asked of each then."""
+        count = len(self.output.token_ids) + len(tokens)
+        return not self.params.stop and count < self.max_new_tokens and self._stop_ids.isdisjoint(tokens)
+
+    def _completes(self, token: int) -> bool:
+        """Whether its constraint has nothing to follow its newest token, whatever else the round emitted, or broke."""
+        if self.constraint is not None:
+            self.constraint.accept([token])
+            if not self._is_broken() and self.constraint.is_complete:
+                self._finish("stop", None)
+        return self.finished
+
+    def _is_broken(self) -> bool:
+        """Whether its constraint cannot go on; it has failed then."""
+        error = None if self.constraint is None else self.constraint.error
+        if error is not None:
+            self.fail(error)
+        return error is not None
+
+    def fail(self, cause: str) -> None:
+        """End it because something went wrong; what it has emitted stays."""
+        self.output.finish_reason, self.output.error = "error", cause
+
+    def _add_logprobs(self, token: int, alternatives: TokenLogprobs) -> None:
+        assert self.output.logprobs is not None
+        assert self.output.cumulative_logprob is not None
+        self.output.logprobs.append(alternatives)
+        self.output.cumulative_logprob += alternatives[token].logprob
+
+    def _ends_with(self, token: int) -> bool:
+        """Whether the completion ends with this, its newest, token."""
+        count = len(self.output.token_ids)
+        may_stop = count > self.params.min_tokens
+        if may_stop and token in self._stop_ids:
+            stop_reason = None if token in self.eos_token_ids else token
+            self._finish("stop", stop_reason, shown=count if self.params.include_stop_str_in_output else count - 1)
+        else:
+            if self.params.stop:
+                self._decode(count)
+                if not may_stop:
+                    self._unchecked = len(self._text)
+                elif not self._stop_string():
+                    self._unchecked = max(self._unchecked, len(self._text) - self._holdback)
+            if not self.finished and count >= self.max_new_tokens:
+                self._finish("length", None)
+        return self.finished
+
+    def _decode(self, count: int) -> None:
+        """Bring the text up to so many tokens."""
+        if self._detokenizer is not None:
+            while self._decoded < count:
+                start, self._decoded = self._decoded, min(self._decoded + DECODED_AT_ONCE, count)
+                self._text += self._detokenizer.push(*self.output.token_ids[start : self._decoded])
+
+    def _stop_string(self) -> bool:
+        """End at the earliest stop string in the unchecked text, if there is one."""
+        found = [(at, stop) for stop in self.params.stop if (at := self._text.find(stop, self._unchecked)) >= 0]
+        if not found:
+            return False
+        at, stop = min(found)
+        self._text = self._text[: at + len(stop) if self.params.include_stop_str_in_output else at]
+        self._detokenizer = None  # what waits in it comes after the end
+        self._finish("stop", stop)
+        return True
+
+    def _finish(self, reason: str, stop_reason: int | str | None, *, shown: int | None = None) -> None:
+        """End it, with a text of so many tokens; None of all."""
+        self._decode(len(self.output.token_ids) if shown is None else shown)
+        if self._detokenizer is not None:
+            self._text += self._detokenizer.flush()
+            self._detokenizer = None
+        self.output.finish_reason, self.output.stop_reason = reason, stop_reason
+
+    def publish_text(self) -> None:
+        """Bring `output.text` up to date: nobody pays for text in between that nobody reads."""
+        try:
+            self._decode(len(self.output.token_ids))
+        except Exception as error:  # of the tokenizer, which is not ours: it costs this completion alone
+            self._detokenizer = None
+            self.fail(f"{type(error).__name__}: {error}")
+        shown = len(self._text) if self.finished else max(len(self._text) - self._holdback, 0)
+        self.output.text = self._text[:shown]

@@ -1,0 +1,239 @@
+"""What an engine enqueues next: which sequences, and by which of the programs that are compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dflash_jax.engine.device.shapes import Shapes, StepShape
+from dflash_jax.engine.device.slots import DEFERRED, SamplingMode
+from dflash_jax.engine.host.adaptive import BlockLengths
+from dflash_jax.engine.host.inputs import mode_of_all, uses_controls
+from dflash_jax.engine.host.scheduler import Running
+from dflash_jax.engine.programs.runner import ModelRunner
+from dflash_jax.state.layout import Layout
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """A prefill of the next tokens of some prompts.
+
+    Attributes:
+        running: the prompts, oldest first.
+        starting: of each, the sequence if its first token follows, else None.
+        rows: of the program.
+        width: tokens a row.
+        programs: that it takes, the prefill first.
+    """
+
+    running: list[Running]
+    starting: list[Running | None]
+    rows: int
+    width: int
+    programs: list[StepShape]
+
+
+@dataclass(slots=True)
+class PlannedRound:
+    """A round of some sequences.
+
+    Attributes:
+        running: the sequences.
+        rows: of its programs.
+        length: tokens to verify.
+        mode: what the most demanding sequence needs.
+        programs: that it takes, in their order.
+    """
+
+    running: list[Running]
+    rows: int
+    length: int
+    mode: SamplingMode
+    programs: list[StepShape]
+
+
+class Offer(NamedTuple):
+    """A round that could be enqueued now, but for its length.
+
+    Attributes:
+        running: its sequences.
+        rows: of its programs.
+        mode: what the most demanding sequence needs.
+        programs: of each length that it may verify, ascending.
+        ready: lengths whose programs are compiled, one at least.
+    """
+
+    running: list[Running]
+    rows: int
+    mode: SamplingMode
+    programs: dict[int, list[StepShape]]
+    ready: list[int]
+
+
+class Planner:
+    """Picks among the programs that are compiled, and has better ones compiled meanwhile.
+
+    So nobody's stream stops while something is compiled for another. Where nothing is compiled that could go on, the
+    programs of one sequence come first, which all can use by turns.
+
+    Attributes:
+        lengths: chooses how many tokens a round verifies; None where all verify the whole block.
+    """
+
+    def __init__(self, shapes: Shapes, layout: Layout, runner: ModelRunner, lengths: BlockLengths | None):
+        self._shapes, self._layout, self._runner = shapes, layout, runner
+        self.lengths = lengths
+        self._by_length: dict[tuple, dict[int, list[StepShape]]] = {}
+        self._num_rounds = 0
+
+    def prefill(self, pending: list[Running]) -> PlannedChunk | None:
+        """A prefill of prompts that wait, oldest first; None if none can be made of compiled programs."""
+        best = self.best_prefill(pending)
+        if self._runner.is_ready(best.programs):
+            return best
+        chosen = self._ready_prefill(pending)
+        if chosen is None:
+            least = self._chunk(pending, 1, self._shapes.chunk_for_all)
+            self._runner.request([*least.programs, *self._least_round(least.running).programs], is_urgent=True)
+        self._runner.request([*best.programs, *self.best_round(best.running).programs], is_urgent=False)
+        return chosen
+
+    def best_prefill(self, pending: list[Running]) -> PlannedChunk:
+        """A prefill of prompts that wait, if everything were compiled."""
+        longest = max(map(left_of, pending))
+        if pending[0].sequence.wants_prompt_logprobs:
+            return self._chunk(pending, *self._shapes.scored_chunk(longest))
+        return self._chunk(pending, *self._shapes.chunk(len(pending), longest))
+
+    def _ready_prefill(self, pending: list[Running]) -> PlannedChunk | None:
+        """The compiled prefill that processes most tokens, and pads no more than three of four; None without one."""
+        widest = max(4 * max(map(left_of, pending)), self._shapes.chunk_for_all)
+        fitting = [(r, w) for r, w in self._shapes.prefills() if w <= widest and r <= 4 * len(pending)]
+        most_first = sorted(fitting, key=lambda size: -sum(min(left_of(r), size[1]) for r in pending[: size[0]]))
+        chunks = (self._chunk(pending, rows, width) for rows, width in most_first)
+        return next((chunk for chunk in chunks if self._runner.is_ready(chunk.programs)), None)
+
+    def _chunk(self, pending: list[Running], rows: int, width: int) -> PlannedChunk:
+        """A prefill of the first of these prompts."""
+        pending = pending[:rows]
+        starting = [r if left_of(r) <= width and not r.sequence.output.token_ids else None for r in pending]
+        mode = mode_of_all([r.sequence for r in starting if r]) if any(starting) else None
+        is_scored, pages = pending[0].sequence.wants_prompt_logprobs, self._pages_of(pending)
+        programs = self._shapes.of_prefill(rows, width, pages, mode, is_scored=is_scored)
+        if any(lacks_controls(r) for r in pending):
+            programs.append(StepShape("set_controls"))
+        return PlannedChunk(pending, starting, rows, width, programs)
+
+    def round(self, running: list[Running]) -> PlannedRound | None:
+        """The next round of these sequences; None if none can be made of compiled programs.
+
+        It may have rows to spare, or another length than would be best. Where no program takes all of the sequences,
+        they take turns, so that none of them stands still.
+        """
+        offer = self._offer(running) or self._turn(running)
+        if offer is None:
+            self._runner.request(self._least_round(running).programs, is_urgent=True)
+            self._runner.request(self.best_round(running).programs, is_urgent=False)
+            return None
+        self._num_rounds += 1
+        for member in offer.running:
+            member.last_round = self._num_rounds
+        planned = self._chosen(offer)
+        if len(planned.running) < len(running):
+            self._runner.request(self.best_round(running).programs, is_urgent=True)
+        elif planned.rows > self._shapes.batch(len(running)):
+            self._runner.request(self.best_round(running).programs, is_urgent=False)
+        return planned
+
+    def _turn(self, running: list[Running]) -> Offer | None:
+        """As many sequences as fill a compiled program, those first whose last round is longest ago."""
+        by_turn = sorted(running, key=lambda r: r.last_round)
+        able = [r for r in by_turn if self._offer([r])]
+        full = [rows for rows in reversed(self._shapes.batches) if rows < len(able)]
+        offers = (self._offer(able[:number]) for number in (len(able), *full) if able)
+        return next(filter(None, offers), None)
+
+    def _least_round(self, running: list[Running]) -> PlannedRound:
+        """A round of the sequence that came first, by as few programs as any takes."""
+        mode, length = mode_of_all([running[0].sequence]), self._lengths_for(running[:1], 1)[0]
+        return PlannedRound(running[:1], 1, length, mode, self.programs(running[:1], 1, length, mode))
+
+    def best_round(self, running: list[Running]) -> PlannedRound:
+        """A round of all of these that verifies as much as may pay, if everything were compiled."""
+        rows, mode = self._shapes.batch(len(running)), mode_of_all([r.sequence for r in running])
+        length = self._lengths_for(running, rows)[-1]
+        return PlannedRound(running, rows, length, mode, self.programs(running, rows, length, mode))
+
+    def _offer(self, running: list[Running]) -> Offer | None:
+        """A round of all of these, of the fewest rows for which programs are compiled."""
+        mode = mode_of_all([r.sequence for r in running])
+        for rows in self._shapes.batches:
+            if rows >= len(running):
+                programs = self._programs_by_length(running, rows, mode)
+                ready = [length for length in programs if self._runner.is_ready(programs[length])]
+                if ready:
+                    return Offer(running, rows, mode, programs, ready)
+        return None
+
+    def _programs_by_length(self, running: list[Running], rows: int, mode: SamplingMode) -> dict[int, list[StepShape]]:
+        """Those of each length that a round may verify; worked out once, since the host has no time to spare."""
+        lengths, deferred = self._lengths_for(running, rows), most_deferred(running)
+        pages = self._shapes.table(self._pages_of(running))
+        key = rows, lengths, pages, mode, deferred
+        if key not in self._by_length:
+            self._by_length[key] = {
+                length: self._shapes.of_round(rows, length, pages, mode, catches_up=catches_up(deferred, length))
+                for length in lengths
+            }
+        return self._by_length[key]
+
+    def _chosen(self, offer: Offer) -> PlannedRound:
+        """The round of the length that pays most among those that are compiled; one that would pay more is compiled."""
+        running, rows, mode, programs, ready = offer
+        length = ready[-1]
+        if len(programs) > 1 and self.lengths is not None:
+            slots, is_timed = [r.slot for r in running], not self._runner.is_compiling
+            length, wanted = self.lengths.choose_ready(rows, slots, tuple(programs), ready, is_timed=is_timed)
+            if wanted not in ready:
+                self._runner.request(programs[wanted], is_urgent=False)
+        return PlannedRound(running, rows, length, mode, programs[length])
+
+    def programs(self, running: list[Running], rows: int, length: int, mode: SamplingMode) -> list[StepShape]:
+        """Those of a round of these sequences."""
+        is_late = catches_up(most_deferred(running), length)
+        return self._shapes.of_round(rows, length, self._pages_of(running), mode, catches_up=is_late)
+
+    def _lengths_for(self, running: list[Running], rows: int) -> tuple[int, ...]:
+        """How many tokens a round may verify, ascending; the choice among them changes no output."""
+        if not any(r.sequence.params.speculation for r in running):
+            return (1,)
+        return self._shapes.lengths_at(rows) if self.lengths else (self._layout.block,)
+
+    def _pages_of(self, running: list[Running]) -> int:
+        """No more than these sequences can grow to, so that the width of their tables seldom changes while they run."""
+        sequences = [r.sequence for r in running]
+        return self.pages_for(max([len(s.prompt_token_ids) + s.max_new_tokens for s in sequences]))
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages of a sequence of so many tokens, and of the rounds in flight behind it."""
+        return self._layout.pages_for(tokens + 2 * self._layout.block)
+
+
+def left_of(running: Running) -> int:
+    """Tokens of a prompt that are still to be prefilled."""
+    return len(running.text) - running.prefilled
+
+
+def lacks_controls(running: Running) -> bool:
+    """Whether the device must still be told its penalties, biases and stops."""
+    return not running.has_controls and uses_controls(running.sequence)
+
+
+def most_deferred(running: list[Running]) -> int:
+    """Tokens of a sequence whose features wait to become context of the drafter, at most."""
+    return max([r.deferred for r in running])
+
+
+def catches_up(deferred: int, length: int) -> bool:
+    """Whether a round must write the drafter's context first: one that drafts needs it, and little may wait."""
+    return deferred == DEFERRED or (length > 1 and deferred > 0)

@@ -1,0 +1,77 @@
+"""What a request has cost, as clients read it: usage, vLLM's metrics, and which tokens were drafted."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+from dflash_jax.serve.answers.jobs import Job, Round
+from dflash_jax.serve.engine_link.link_messages import CompletionDelta
+
+
+def usage_of(job: Job, *, with_cached: bool, with_reasoning: bool = False) -> dict[str, Any]:
+    """OpenAI's `usage` so far."""
+    prompt, completion = job.num_prompt_tokens, job.num_tokens
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+    if with_cached:
+        usage["prompt_tokens_details"] = {"cached_tokens": job.num_cached_tokens}
+    if with_reasoning:
+        usage["completion_tokens_details"] = {"reasoning_tokens": job.num_reasoning_tokens}
+    return usage
+
+
+def metrics_of(
+    job: Job, detail: Literal["none", "summary", "detailed"], num_speculative_tokens: int
+) -> dict[str, Any] | None:
+    """The `metrics` of a request as vLLM has them; None of several completions, of which they make no sense."""
+    if detail == "none" or job.num_completions != 1 or job.first_token is None:
+        return None
+    seconds = time.perf_counter() - job.started
+    decode = max(seconds - job.first_token, 1e-9)
+    metrics: dict[str, Any] = {
+        "time_to_first_token_ms": 1e3 * job.first_token,
+        "generation_time_ms": 1e3 * decode,
+        "queue_time_ms": None if job.queue is None else 1e3 * job.queue,
+        "mean_itl_ms": 1e3 * decode / (job.num_tokens - 1) if job.num_tokens > 1 else None,
+        "tokens_per_second": job.num_tokens / max(seconds, 1e-9),
+    }
+    if num_speculative_tokens:
+        metrics["speculative_decoding"] = speculation_of(job.rounds, num_speculative_tokens, detail == "detailed")
+    return metrics
+
+
+def speculation_of(rounds: list[Round], num_speculative_tokens: int, with_steps: bool) -> dict[str, Any]:
+    """The `speculative_decoding` of vLLM's metrics: of rounds that verified drafts.
+
+    The last token that a round emits counts as the target's own, also where the text ended within accepted drafts.
+    """
+    steps = [(drafted, emitted - 1) for drafted, emitted in rounds if drafted and emitted]
+    histogram = [0] * (num_speculative_tokens + 1)
+    for _, accepted in steps:
+        histogram[accepted] += 1
+    drafted, accepted = sum(d for d, _ in steps), sum(a for _, a in steps)
+    summary = {
+        "mean_acceptance_length": 1 + accepted / len(steps) if steps else None,
+        "draft_acceptance_rate": accepted / drafted if drafted else None,
+        "acceptance_histogram": histogram,
+        "num_spec_steps": len(steps),
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": num_speculative_tokens,
+    }
+    if with_steps:
+        summary["per_step_accepted"] = [a for _, a in steps]
+        summary["per_step_drafted"] = [d for d, _ in steps]
+    return summary
+
+
+def drafted_flags(completion: CompletionDelta) -> list[bool]:
+    """Of each token of a delta, whether the drafter had proposed it."""
+    flags: list[bool] = []
+    for _, emitted in completion.rounds:
+        flags += [True] * (emitted - 1) + [False] * (emitted > 0)
+    return [False] * (len(completion.token_ids) - len(flags)) + flags

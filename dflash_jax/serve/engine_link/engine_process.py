@@ -1,0 +1,330 @@
+"""The engine's own process, with a socket to the server at descriptor FD.
+
+What the server does never delays a round: the server's process renders, tokenises and parses; here one thread reads
+messages, one compiles grammars, one runs the engine, one writes. The process ends with its server, whatever it does,
+and its server outlives it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import msgspec
+
+from dflash_jax.base.errors import DFlashError, EngineDeadError, QueueFullError, RequestError
+from dflash_jax.base.values import TokensPrompt
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.host.request import Request
+from dflash_jax.engine.host.sequence import Sequence
+from dflash_jax.engine.thread import EngineThread
+from dflash_jax.frontend import Frontend, load
+from dflash_jax.options import EngineArgs
+from dflash_jax.serve.engine_link.link_messages import (
+    HEADER,
+    Abort,
+    Add,
+    Call,
+    CompletionDelta,
+    Failed,
+    FromEngine,
+    Outputs,
+    Ready,
+    Refused,
+    Reply,
+    RequestDelta,
+    Start,
+    ToEngine,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Connection:
+    """Messages over a socket; what is sent leaves from a thread of its own, so that a slow reader delays nobody."""
+
+    def __init__(self, connection: socket.socket):
+        self._socket = connection
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToEngine)
+        self._outbox: queue.SimpleQueue[FromEngine | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="dflash-writer", daemon=True)
+        self._writer.start()
+
+    def send(self, message: FromEngine) -> None:
+        """Leave a message to the writer."""
+        self._outbox.put(message)
+
+    def receive(self) -> ToEngine | None:
+        """The next message, None at the end of the connection."""
+        header = self._read(HEADER)
+        body = self._read(int.from_bytes(header, "big")) if header else None
+        return None if body is None else self._decoder.decode(body)
+
+    def close(self) -> None:
+        """Write what is left, and close."""
+        self._outbox.put(None)
+        self._writer.join(timeout=5)
+        self._socket.close()
+
+    def _read(self, size: int) -> bytes | None:
+        parts = bytearray()
+        while len(parts) < size:
+            try:
+                part = self._socket.recv(size - len(parts))
+            except OSError:
+                return None
+            if not part:
+                return None
+            parts += part
+        return bytes(parts)
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            body = self._encoder.encode(message)
+            try:
+                self._socket.sendall(len(body).to_bytes(HEADER, "big") + body)
+            except OSError:  # the server is gone; `receive` ends, and with it the process
+                return
+
+
+@dataclass(eq=False)
+class Sent:
+    """How much of a completion the server has: characters, tokens and rounds."""
+
+    text: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    is_finished: bool = False
+
+    def delta(self, sequence: Sequence) -> CompletionDelta | None:
+        """What the completion has gained, None if nothing."""
+        sequence.publish_text()
+        output = sequence.output
+        gained = len(output.token_ids) > self.tokens or len(output.text) > self.text
+        if self.is_finished or not (gained or sequence.finished):
+            return None
+        delta = CompletionDelta(
+            index=output.index,
+            text=output.text[self.text :],
+            token_ids=output.token_ids[self.tokens :],
+            logprobs=None if output.logprobs is None else output.logprobs[self.tokens :],
+            rounds=list(
+                zip(sequence.draft_lengths[self.rounds :], sequence.acceptance_lengths[self.rounds :], strict=True)
+            ),
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            error=output.error,
+        )
+        self.text, self.tokens, self.rounds = len(output.text), len(output.token_ids), len(sequence.draft_lengths)
+        self.is_finished = sequence.finished
+        return delta
+
+
+@dataclass(eq=False)
+class Progress:
+    """What the server knows of a request."""
+
+    streams: bool
+    sent: list[Sent] = field(default_factory=list)
+    has_prompt_logprobs: bool = False
+
+    def delta(self, request: Request) -> RequestDelta | None:
+        """What the request has gained, None if there is nothing to send yet."""
+        request.touch()
+        if not (self.streams or request.finished):
+            return None
+        self.sent = self.sent or [Sent() for _ in request.sequences]
+        deltas = [sent.delta(s) for sent, s in zip(self.sent, request.sequences, strict=True)]
+        completions = [delta for delta in deltas if delta is not None]
+        if not completions:
+            return None
+        first = request.sequences[0]
+        prompt_logprobs = None
+        if first.params.prompt_logprobs is not None and not self.has_prompt_logprobs:
+            self.has_prompt_logprobs = True
+            prompt_logprobs = [None, *first.prompt_logprobs]
+        return RequestDelta(
+            request_id=request.request_id,
+            completions=completions,
+            finished=request.finished,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=first.num_cached_tokens,
+            queue_seconds=request.queue_time,
+            first_token_seconds=request.first_token_time,
+        )
+
+
+def kind_of(error: Exception) -> str:
+    """The class by which the server knows an error; those that nobody has foreseen are all one."""
+    kinds = (kind.__name__ for kind in (RequestError, QueueFullError, EngineDeadError) if isinstance(error, kind))
+    return next(kinds, "RuntimeError")
+
+
+def grammar_error(request: Request) -> RequestError | None:
+    """Why a completion cannot go on if it is its grammar's fault, and so the client's."""
+    for sequence in request.sequences:
+        if sequence.output.error is not None and sequence.constraint is not None and sequence.constraint.error:
+            reason = sequence.constraint.error
+            return RequestError(f"structured_outputs cannot be followed any further ({reason}); simplify them.")
+    return None
+
+
+class EngineServer:
+    """Carries out what the server asks for."""
+
+    def __init__(self, connection: Connection, frontend: Frontend, engine: Engine):
+        self._connection, self._frontend, self._engine = connection, frontend, engine
+        self._deltas: list[RequestDelta] = []  # of the engine's thread, until its step is over
+        self._thread = EngineThread(engine, self._flush)
+        # A grammar may take seconds, which nobody else's requests and aborts shall wait for.
+        self._grammars = ThreadPoolExecutor(1, "dflash-grammars")
+        self._compiling: dict[str, Add] = {}  # requests whose grammars are not ready, by id
+        self._lock = threading.Lock()  # of them: an abort finds a request there or in the engine
+
+    def serve(self) -> None:
+        """Until the server hangs up, which it also does when it has heard that the engine has failed."""
+        while (message := self._connection.receive()) is not None:
+            with suppress(EngineDeadError):  # `_flush` has said so
+                self._take(message)
+
+    def _take(self, message: ToEngine) -> None:
+        match message:
+            case Add() if message.params.structured_outputs is not None:
+                self._compiling[message.request_id] = message
+                self._grammars.submit(self._add_compiled, message)
+            case Add():
+                if (request := self._request(message)) is not None:
+                    self._add(message, request)
+            case Abort():
+                self._abort(message.request_id)
+            case Call():
+                self._thread.call(partial(self._call, message))
+
+    def _add_compiled(self, message: Add) -> None:
+        """In the thread of grammars; an aborted request is dropped."""
+        if message.request_id not in self._compiling:
+            return
+        request = self._request(message)
+        with self._lock, suppress(EngineDeadError):
+            if message.request_id in self._compiling:
+                del self._compiling[message.request_id]
+                if request is not None:
+                    self._add(message, request)
+
+    def _request(self, message: Add) -> Request | None:
+        """The request, None if it was refused."""
+        prompt: TokensPrompt = {"prompt_token_ids": message.prompt_token_ids}
+        if message.cache_salt is not None:
+            prompt["cache_salt"] = message.cache_salt
+        try:
+            return self._frontend.request(prompt, message.params, message.request_id)
+        except Exception as error:
+            if not isinstance(error, DFlashError):
+                logger.exception("a request cannot be read")
+            self._refuse(message.request_id, error)
+            return None
+
+    def _add(self, message: Add, request: Request) -> None:
+        progress = Progress(message.streams)
+        self._thread.add(request, lambda news: self._tell(message.request_id, progress, news))
+
+    def _abort(self, request_id: str) -> None:
+        with self._lock:
+            message = self._compiling.pop(request_id, None)
+            if message is None:
+                self._thread.abort(request_id)
+            else:
+                self._thread.call(lambda _engine: self._tell_aborted(message))
+
+    def _tell_aborted(self, message: Add) -> None:
+        """Tell the server that a request whose grammar was still being compiled has been aborted."""
+        completions = [CompletionDelta(i, "", [], None, [], "abort", None, None) for i in range(message.params.n)]
+        self._deltas.append(RequestDelta(message.request_id, completions, True, None, 0, None, None))
+        self._flush()
+
+    def _tell(self, request_id: str, progress: Progress, news: Request | Exception) -> None:
+        if isinstance(news, Exception):
+            self._refuse(request_id, news)
+        elif (error := grammar_error(news)) is not None:
+            self._refuse(request_id, error)
+        elif (delta := progress.delta(news)) is not None:
+            self._deltas.append(delta)
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        self._connection.send(Refused(request_id, kind_of(error), str(error)))
+
+    def _flush(self) -> None:
+        """After a step: all of its deltas in one message, and even without any the engine's state."""
+        deltas, self._deltas = self._deltas, []
+        self._connection.send(Outputs(deltas, self._engine.stats))
+        if self._thread.is_dead:
+            self._connection.send(Failed("EngineDeadError", self._thread.cause))
+
+    def _call(self, call: Call, engine: Engine) -> None:
+        try:
+            match call.name:
+                case "flush_cache":
+                    engine.scheduler.flush_cache()
+                case "start_profile":
+                    jax.profiler.start_trace(call.argument)
+                case "stop_profile":
+                    jax.profiler.stop_trace()
+        except Exception as error:  # whatever the profiler stumbles over is no reason to stop
+            self._connection.send(Reply(call.number, f"{type(error).__name__}: {error}"))
+        else:
+            self._connection.send(Reply(call.number))
+
+
+def end_with_server(connection: socket.socket) -> None:
+    """End the process if the server goes before it has said anything: loading and compiling may take minutes."""
+    if not connection.recv(1, socket.MSG_PEEK):
+        os._exit(1)
+
+
+def main(arguments: list[str]) -> int:
+    """Serve the socket whose descriptor is the one argument; returns the exit status."""
+    server_socket = socket.socket(fileno=int(arguments[0]))
+    connection = Connection(server_socket)
+    start: Any = connection.receive()
+    if not isinstance(start, Start):
+        return 1
+    threading.Thread(target=end_with_server, args=[server_socket], daemon=True).start()
+    logging.basicConfig(level=start.log_level.upper(), format="%(levelname)s %(asctime)s %(name)s: %(message)s")
+    try:
+        frontend, engine = load(start.model, start.draft_model, EngineArgs.of(start.args))
+    except Exception as error:
+        if not isinstance(error, DFlashError):
+            logger.exception("the engine could not start")
+        connection.send(Failed(type(error).__name__, str(error)))
+        connection.close()
+        return 1
+    # A full collection looks at all that was imported and traced: 170 to 240 ms on 2 cores, and streams stand still.
+    gc.collect()
+    gc.freeze()
+    server = EngineServer(connection, frontend, engine)
+    config = engine.config
+    connection.send(
+        Ready(
+            max_model_len=config.max_model_len,
+            vocab_size=engine.spec.target.vocab_size,
+            num_speculative_tokens=config.num_speculative_tokens,
+            kv_tokens=engine.layout.full_pages * engine.layout.page_size,
+        )
+    )
+    server.serve()
+    os._exit(0)  # nobody listens: no step, compilation or grammar is worth waiting for
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

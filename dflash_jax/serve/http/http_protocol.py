@@ -1,0 +1,111 @@
+"""uvicorn's HTTP protocol with bounds on what it has none of its own for: headers, and how long a request may take."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from dflash_jax.options.serve_args import Limits
+from dflash_jax.serve.protocol import APIError, error_body
+
+
+def bounded_protocol(limits: Limits) -> type[HttpToolsProtocol]:
+    """A protocol that hangs up on clients whose headers are too large, or whose requests take too long to come."""
+
+    class BoundedProtocol(HttpToolsProtocol):
+        """One connection."""
+
+        _timer: asyncio.TimerHandle | None = None
+        _closes = False  # after the answer to the request whose body is being read
+        _is_in_body = False
+        _num_bytes = 0  # since the parser last got through with anything but a header
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._expect("the headers have", limits.request_header_timeout)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._expect_nothing()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            self._num_bytes += len(data)
+            if self._timer is None:  # a further request over the same connection
+                self._expect("the headers have", limits.request_header_timeout)
+            super().data_received(data)
+            self._check_size(self._num_bytes)  # of headers without an end, also of those behind a body
+
+        def on_headers_complete(self) -> None:
+            size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+            if not self._check_size(size):
+                raise ValueError("headers too large")  # ends the parser's work
+            self._num_bytes = 0
+            self._is_in_body = True
+            self._expect("the body has", limits.request_body_timeout)
+            super().on_headers_complete()
+            # Until the body is there the connection stays open, whatever the client has asked for: one that is still
+            # sending would not read an answer behind which it was closed.
+            self._closes, self.cycle.keep_alive = not self.cycle.keep_alive, True
+
+        def on_body(self, body: bytes) -> None:
+            self._num_bytes = 0
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self._num_bytes = 0
+            self._is_in_body = False
+            self._expect_nothing()
+            if self._closes:
+                self.cycle.keep_alive = False
+                if self.cycle.response_complete:
+                    self.transport.close()
+            super().on_message_complete()
+
+        def send_400_response(self, msg: str) -> None:
+            self._hang_up(APIError(msg, 400))
+
+        def _unsupported_upgrade_warning(self) -> None:
+            """Say nothing: clients that offer HTTP/2 are answered in HTTP/1.1."""
+
+        def _check_size(self, size: int) -> bool:
+            if size <= limits.max_header_bytes:
+                return True
+            most = limits.max_header_bytes
+            self._hang_up(APIError(f"the headers have more than the {most} bytes that are allowed; send less.", 431))
+            return False
+
+        def _expect(self, what: str, seconds: float) -> None:
+            self._expect_nothing()
+            self._timer = self.loop.call_later(seconds, self._too_late, what, seconds)
+
+        def _expect_nothing(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _too_late(self, what: str, seconds: float) -> None:
+            if self.pipeline or (self._is_answering and not self._is_in_body):
+                self._expect(what, seconds)  # an earlier request is answered, and what is behind it may wait
+            else:
+                self._hang_up(APIError(f"{what} not come within {seconds:g} s; send faster.", 408))
+
+        @property
+        def _is_answering(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def _hang_up(self, error: APIError) -> None:
+            """Close, and say why unless that would be in the middle of an answer, or after it."""
+            if self.transport.is_closing():
+                return
+            if not self._is_answering or (self._is_in_body and not (self.cycle.response_started or self.pipeline)):
+                body = msgspec.json.encode(error_body(error))
+                headers = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
+                    body
+                )
+                self.transport.write(STATUS_LINE[error.status] + headers + body)
+            self.transport.close()
+
+    return BoundedProtocol

@@ -1,0 +1,177 @@
+"""A DFlash drafter's `config.json`, checkpoint-native or in the speculators format, and whether it fits a target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dflash_jax.base.errors import ConfigError
+from dflash_jax.base.values import is_int
+from dflash_jax.spec.fields import Fields
+from dflash_jax.spec.model import DraftConfig, LayerMask, Mask, TargetConfig
+from dflash_jax.spec.target import architecture_of, decoder_fields, layer_windows, weight_block_size
+
+ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
+
+# Fields of other drafter families that change what is computed: refused when set, never ignored.
+UNSUPPORTED_FIELDS = (
+    "attention_sink_bias",
+    "attention_value_scale",
+    "final_logit_softcapping",
+    "input_embedding_scale",
+    "output_multiplier",
+    "sample_from_anchor",
+    "shift_label",
+)
+
+
+def draft_config(
+    raw: Mapping[str, Any], where: str = "config.json", *, num_target_layers: int | None = None
+) -> DraftConfig:
+    """Read a drafter's `config.json`, checkpoint-native or in the speculators format.
+
+    Args:
+        raw: the parsed file.
+        where: how errors name it.
+        num_target_layers: layers of the target; needed for the default taps when the file does not say it.
+
+    Raises:
+        ConfigError: unknown architecture, missing field or impossible value.
+
+    Source: arXiv 2602.06036; vLLM PR #40898 for the speculators fields and #40727 for their layer ids.
+    """
+    fields = Fields(_from_speculators(raw, where), where)
+    architecture_of(fields, ARCHITECTURES)
+    dflash = fields.sub("dflash_config")
+    for name in UNSUPPORTED_FIELDS:
+        if fields.get(name) or dflash.get(name):
+            raise fields.error(f"{name} is set, and this drafter family is not supported; use a plain DFlash drafter.")
+    projector = fields.get("projector_type") or dflash.get("projector_type", "dflash")
+    if projector != "dflash":
+        raise fields.error(f"projector_type={projector!r} is not supported; use a plain DFlash drafter.")
+    mask_token_id = dflash.get("mask_token_id", fields.get("mask_token_id"))
+    if mask_token_id is None:
+        raise fields.error("no mask token: set dflash_config.mask_token_id.")
+    if not is_int(mask_token_id) or mask_token_id < 0:
+        raise fields.error(f"mask_token_id={mask_token_id!r} must be a token id of at least 0.")
+    block_size = Fields({"block_size": fields.get("block_size", dflash.get("block_size"))}, where).positive_int(
+        "block_size"
+    )
+    if block_size < 2:
+        raise fields.error(f"block_size={block_size} drafts nothing; it must be at least 2 (an anchor and one draft).")
+    decoder = decoder_fields(fields, qk_norm=True, default_head_dim=128)
+    num_layers = fields.positive_int("num_hidden_layers")
+    draft_vocab = fields.positive_int("draft_vocab_size", decoder["vocab_size"])
+    if draft_vocab > decoder["vocab_size"]:
+        raise fields.error(f"draft_vocab_size={draft_vocab} exceeds vocab_size={decoder['vocab_size']}.")
+    return DraftConfig(
+        **decoder,
+        layers=_draft_layers(fields, dflash, num_layers),
+        block_size=block_size,
+        target_layer_ids=_tap_ids(fields, dflash, num_layers, num_target_layers),
+        mask_token_id=mask_token_id,
+        target_hidden_size=fields.positive_int("target_hidden_size", decoder["hidden_size"]),
+        draft_vocab_size=None if draft_vocab == decoder["vocab_size"] else draft_vocab,
+        weight_block_size=weight_block_size(fields),
+    )
+
+
+def check_draft_fits(target: TargetConfig, draft: DraftConfig, where: str) -> None:
+    """Raise ConfigError unless the drafter can stand on this target's hidden states, embedding and head."""
+    beyond = [i for i in draft.target_layer_ids if not 0 <= i < target.num_hidden_layers]
+    checks = [
+        (
+            draft.hidden_size == draft.target_hidden_size == target.hidden_size,
+            f"hidden_size={draft.hidden_size} (target_hidden_size={draft.target_hidden_size}) but the target has "
+            f"{target.hidden_size}",
+        ),
+        (
+            draft.vocab_size == target.vocab_size,
+            f"vocab_size={draft.vocab_size} but the target has {target.vocab_size}",
+        ),
+        (
+            draft.mask_token_id < target.vocab_size,
+            f"mask_token_id={draft.mask_token_id} but the target has {target.vocab_size} tokens",
+        ),
+        (not beyond, f"tap layers {beyond} but the target has layers 0 to {target.num_hidden_layers - 1}"),
+    ]
+    for ok, found in checks:
+        if not ok:
+            raise ConfigError(f"{where}: the drafter has {found}; use the drafter that was trained for this target.")
+
+
+def _draft_layers(fields: Fields, dflash: Fields, num_layers: int) -> tuple[LayerMask, ...]:
+    """Full layers see the whole block, sliding layers are causal; `is_causal` or `causal` overrides both.
+
+    `dflash_config.use_swa` without `layer_types` means: every layer slides, symmetrically (as in vLLM).
+    """
+    raw = dict(fields.raw)
+    if raw.get("sliding_window") is None:
+        raw["sliding_window"] = dflash.get("swa_window_size")
+    sliding_mask: Mask = "causal"
+    if dflash.flag("use_swa") and raw.get("layer_types") is None:
+        raw["layer_types"] = ["sliding_attention"] * num_layers
+        sliding_mask = "block"
+    if fields.flag("sliding_window_non_causal"):
+        sliding_mask = "block"
+    windows = layer_windows(Fields(raw, fields.where), num_layers)
+    masks = [LayerMask("block" if window is None else sliding_mask, window) for window in windows]
+    for source, name in ((dflash, "causal"), (fields, "is_causal")):
+        if source.get(name) is not None:
+            override: Mask = "causal" if source.flag(name) else "block"
+            return tuple(LayerMask(override, mask.window) for mask in masks)
+    return tuple(masks)
+
+
+def _tap_ids(fields: Fields, dflash: Fields, num_layers: int, num_target_layers: int | None) -> tuple[int, ...]:
+    """Tap ids in their one internal meaning: id i is the residual output of target layer i.
+
+    `aux_hidden_state_layer_ids` (speculators) and `eagle_aux_hidden_state_layer_ids` (vLLM) count the
+    embedding as 0, so they are one higher.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for source, name, shift in (
+        (dflash, "target_layer_ids", 0),
+        (fields, "target_layer_ids", 0),
+        (fields, "aux_hidden_state_layer_ids", 1),
+        (fields, "eagle_aux_hidden_state_layer_ids", 1),
+    ):
+        ids = source.get(name)
+        if ids is None:
+            continue
+        if not isinstance(ids, list | tuple) or not ids or not all(is_int(i) for i in ids):
+            raise source.error(f"{name}={ids!r} must be a list of layer ids.")
+        found.setdefault(name, tuple(i - shift for i in ids))
+    if len(set(found.values())) > 1:
+        raise fields.error(
+            "the tap layers contradict each other: "
+            + ", ".join(f"{name} means layers {list(ids)}" for name, ids in found.items())
+            + "; keep one of them."
+        )
+    if found:
+        return next(iter(found.values()))
+    if fields.get("num_target_layers", num_target_layers) is None:
+        raise fields.error("the tap layers are unknown: set dflash_config.target_layer_ids or num_target_layers.")
+    return default_target_layer_ids(fields.positive_int("num_target_layers", num_target_layers), num_layers)
+
+
+def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """Taps of a drafter that names none: evenly from the second to the third-to-last target layer."""
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers))
+
+
+def _from_speculators(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Flatten the speculators format: the layer geometry stands in `transformer_layer_config`."""
+    kind = raw.get("speculators_model_type")
+    if kind is None:
+        return dict(raw)
+    if kind != "dflash":
+        raise ConfigError(f"{where}: speculators_model_type={kind!r} is not supported; supported is 'dflash'.")
+    layer = Fields(raw, where).sub("transformer_layer_config").raw
+    if not layer:
+        raise ConfigError(f"{where}: the field 'transformer_layer_config' is missing; add it to the file.")
+    own = {name: value for name, value in raw.items() if value is not None and name != "transformer_layer_config"}
+    return {**layer, **own, "architectures": ["DFlashSpeculator"]}

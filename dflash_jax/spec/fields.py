@@ -1,0 +1,84 @@
+"""Reading the fields of a `config.json`, with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.base.errors import CheckpointError, ConfigError
+from dflash_jax.base.values import is_int
+
+TOKEN_ID_LIMIT = 2**31  # token ids are int32 on the device
+
+
+class Fields:
+    """A JSON object; null counts as absent."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str):
+        self.raw, self.where = raw, where
+
+    def error(self, sentence: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {sentence}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.raw.get(name)
+        return default if value is None else value
+
+    def positive_int(self, name: str, default: int | None = None) -> int:
+        value = self.get(name, default)
+        if value is None:
+            raise self.error(f"the field {name!r} is missing; add it to the file.")
+        if not is_int(value) or value < 1:
+            raise self.error(f"{name}={value!r} must be a positive integer.")
+        return value
+
+    def real(self, name: str, default: float | None = None) -> float:
+        value = self.get(name, default)
+        if value is None:
+            raise self.error(f"the field {name!r} is missing; add it to the file.")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self.error(f"{name}={value!r} must be a positive number.")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.get(name, default)
+        if value not in (True, False):  # 1 and 0 are what some writers make of them
+            raise self.error(f"{name}={value!r} must be true or false.")
+        return bool(value)
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """One token id, or a list of them."""
+        value = self.get(name, [])
+        ids = value if isinstance(value, list | tuple) else [value]
+        if not all(is_int(i) and 0 <= i < TOKEN_ID_LIMIT for i in ids):
+            raise self.error(f"{name}={value!r} must be a token id or a list of token ids.")
+        return tuple(ids)
+
+    def sub(self, name: str) -> Fields:
+        value = self.get(name, {})
+        if not isinstance(value, Mapping):
+            raise self.error(f"{name}={value!r} must be an object.")
+        return Fields(value, f"{self.where}, {name}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        CheckpointError: the file is absent or unreadable.
+        ConfigError: it is not a JSON object.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}); give a folder that holds the model."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON ({error}); download it again.") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds a JSON {type(raw).__name__}, not an object; download it again.")
+    return raw

@@ -1,0 +1,193 @@
+"""The paged KV cache on the device: pools of pages, and the view of them that a step computes through."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.spec import LayerMask
+from pallas_kernels import Rotary, paged_attention, write_attend, write_context, write_kv
+
+_POOL, _HEADS, _HEAD = PartitionSpec(None, "tp"), PartitionSpec(None, None, "tp"), PartitionSpec("tp")
+
+
+class Place(NamedTuple):
+    """Where a layer keeps its pages: the group whose page table names them, and their pool, from some page on."""
+
+    group: int
+    pool: int
+    first_page: int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedKVCache:
+    """A `models.layers.ContextCache` over pages, in pools that many layers share: the host hands over few arrays so.
+
+    Layers that keep the same tokens form a group and share a page table. Pools are donated to every step and written in
+    place; the tables come with each step.
+
+    Attributes:
+        keys: pools [P, K, S, H], which hold the pages of one layer behind those of another.
+        values: likewise.
+        k_scale: of each layer and kv head, what a stored key is multiplied by to be the key; None is 1.
+        v_scale: the same of values.
+        tables: of each group, the page of every S positions of B sequences; a negative entry keeps nothing.
+        valid_from: of each group, the first position of each sequence that is kept.
+        places: of each layer.
+        mesh: kv heads are split over its axis `tp` where they divide; None on one device.
+    """
+
+    keys: list[Float[Array, "_ K S H"]]
+    values: list[Float[Array, "_ K S H"]]
+    k_scale: Float[Array, "L K"] | None = None
+    v_scale: Float[Array, "L K"] | None = None
+    tables: tuple[Int[Array, "B M"], ...] = ()
+    valid_from: tuple[Int[Array, " B"], ...] = ()
+    places: tuple[Place, ...] = field(default=(), metadata={"static": True})
+    mesh: Mesh | None = field(default=None, metadata={"static": True})
+
+    @jax.named_scope("write_kv")  # by these names a profile tells the cache's work from the layers'
+    def write(
+        self,
+        layer: int,
+        heads: Float[Array, "B T K J H"],
+        rotary: Rotary,
+        positions: Int[Array, "B T"],
+    ) -> tuple[Float[Array, "B T N H"], PagedKVCache]:
+        """Store keys and values at their positions, and give the queries.
+
+        Negative positions, and those without a page, are not stored.
+        """
+        slots = self._slots(self.places[layer], positions)
+        specs = (_POOL, _POOL, _HEADS, PartitionSpec(), PartitionSpec(), _HEAD, _HEAD)
+        write = self._per_device(_write, specs, (_HEADS, _POOL, _POOL), layer)
+        q, *pools = write(*self._pools(layer), heads, slots, rotary, *self._scales_of(layer))
+        return q, self._with_pools(layer, *pools)
+
+    @jax.named_scope("write_kv")
+    def write_context(
+        self,
+        heads: Sequence[Float[Array, "B T K _ H"]],
+        rotary: Rotary,
+        k_norms: Sequence[Float[Array, " H"] | None],
+        positions: Int[Array, "B T"],
+    ) -> PagedKVCache:
+        """Store keys and values of every layer at their positions, as `write` does: at once for layers of a pool."""
+        first_pages: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+        for layer, place in enumerate(self.places):
+            first_pages[place.group, place.pool][layer] = place.first_page
+        specs = (_POOL, _POOL, _HEADS, *[PartitionSpec()] * 3, *[PartitionSpec(None, "tp")] * 2)
+        keys, values = list(self.keys), list(self.values)
+        for (group, i), of_layers in first_pages.items():
+            slots = self._slots(Place(group, i, 0), positions)
+            function = partial(_write_context, first_pages=of_layers)
+            write = self._per_device(function, specs, (_POOL, _POOL), next(iter(of_layers)))
+            keys[i], values[i] = write(keys[i], values[i], heads, slots, rotary, k_norms, *self._scales())
+        return replace(self, keys=keys, values=values)
+
+    @jax.named_scope("paged_attention")
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "B T N H"],
+        positions: Int[Array, "B T"],
+        kv_length: Int[Array, " B"],
+        mask: LayerMask,
+    ) -> Float[Array, "B T N H"]:
+        """Attention over the pages; rows of negative position give zeros. Padding stands behind the real rows."""
+        specs = (_HEADS, _POOL, _POOL, *[PartitionSpec()] * 4, _HEAD, _HEAD)
+        attend = self._per_device(partial(_attend, mask=mask), specs, _HEADS, layer)
+        tables = self._tables(layer, positions, kv_length)
+        return attend(q, *self._pools(layer), *tables, *self._scales_of(layer))
+
+    @jax.named_scope("paged_attention")
+    def write_attend(
+        self,
+        layer: int,
+        heads: Float[Array, "B T K J H"],
+        rotary: Rotary,
+        positions: Int[Array, "B T"],
+        kv_length: Int[Array, " B"],
+        mask: LayerMask,
+    ) -> tuple[Float[Array, "B T N H"], PagedKVCache]:
+        """`write`, and `attend` by its queries, in one kernel where that is faster."""
+        slots = self._slots(self.places[layer], positions)
+        specs = (_POOL, _POOL, _HEADS, *[PartitionSpec()] * 6, _HEAD, _HEAD)
+        both = self._per_device(partial(_write_attend, mask=mask), specs, (_HEADS, _POOL, _POOL), layer)
+        tables = self._tables(layer, positions, kv_length)
+        out, *pools = both(*self._pools(layer), heads, slots, rotary, *tables, *self._scales_of(layer))
+        return out, self._with_pools(layer, *pools)
+
+    def _tables(self, layer: int, positions: Int[Array, "B T"], kv_length: Int[Array, " B"]) -> tuple[Array, ...]:
+        """Page table, lengths of context and of queries, and the first position that is kept."""
+        group, _, first_page = self.places[layer]
+        q_length = (positions >= 0).sum(axis=1, dtype=jnp.int32)
+        return first_page + self.tables[group], kv_length.astype(jnp.int32), q_length, self.valid_from[group]
+
+    def _pools(self, layer: int) -> tuple[Float[Array, "_ K S H"], Float[Array, "_ K S H"]]:
+        """Of keys and of values."""
+        pool = self.places[layer].pool
+        return self.keys[pool], self.values[pool]
+
+    def _with_pools(self, layer: int, k_pages: Array, v_pages: Array) -> PagedKVCache:
+        keys, values, pool = list(self.keys), list(self.values), self.places[layer].pool
+        keys[pool], values[pool] = k_pages, v_pages
+        return replace(self, keys=keys, values=values)
+
+    def _slots(self, place: Place, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
+        """Where in a pool positions are stored; -1 for those that are not."""
+        page_size = self.keys[place.pool].shape[2]
+        entry = jnp.maximum(positions, 0) // page_size
+        page = jnp.take_along_axis(self.tables[place.group], entry, axis=1, mode="fill", fill_value=-1)
+        slot = (place.first_page + page) * page_size + positions % page_size
+        return jnp.where((positions < 0) | (page < 0), -1, slot)
+
+    def _scales(self) -> list[Float[Array, "L K"]]:
+        """Of keys and of values."""
+        shape = len(self.places), self._kv_heads(0)
+        return [jnp.ones(shape) if scale is None else scale for scale in (self.k_scale, self.v_scale)]
+
+    def _scales_of(self, layer: int) -> list[Float[Array, " K"]]:
+        return [scale[layer] for scale in self._scales()]
+
+    def _kv_heads(self, layer: int) -> int:
+        return self._pools(layer)[0].shape[1]
+
+    def _per_device(self, function, in_specs, out_specs, layer):
+        """The function on each device's own kv heads; whole on every device where they do not divide."""
+        if self.mesh is None:
+            return function
+        if self._kv_heads(layer) % self.mesh.size:
+            in_specs, out_specs = jax.tree.map(lambda _: PartitionSpec(), (in_specs, out_specs))
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _write(k_pages, v_pages, heads, slots, rotary, k_scale, v_scale):
+    return write_kv(k_pages, v_pages, heads, slots, rotary, k_scale=k_scale, v_scale=v_scale)
+
+
+def _write_context(k_pages, v_pages, heads, slots, rotary, k_norms, k_scale, v_scale, *, first_pages: dict[int, int]):
+    return write_context(k_pages, v_pages, heads, slots, rotary, k_norms, first_pages, k_scale=k_scale, v_scale=v_scale)
+
+
+def _attend(q, k_pages, v_pages, table, kv_length, q_length, valid_from, k_scale, v_scale, *, mask: LayerMask):
+    options = {"mask": mask.mask, "window": mask.window, "valid_from": valid_from}
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return paged_attention(q, k_pages, v_pages, table, kv_length, q_length, **options, **scales)
+
+
+def _write_attend(
+    k_pages, v_pages, heads, slots, rotary, table, kv_length, q_length, valid_from, k_scale, v_scale, *, mask: LayerMask
+):
+    options = {"mask": mask.mask, "window": mask.window, "valid_from": valid_from}
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return write_attend(k_pages, v_pages, heads, slots, rotary, table, kv_length, q_length, **options, **scales)

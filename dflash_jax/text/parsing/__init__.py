@@ -1,0 +1,29 @@
+"""From the text of a completion to reasoning, content and tool calls, while it is generated.
+
+One machine, `OutputParser`, serves streams and whole answers. The formats of tool calls are readers: generators that
+take one character at a time and so cannot depend on how the text was cut into chunks.
+"""
+
+from dflash_jax.text.parsing.deltas import Delta, ParsedOutput, ToolCall, ToolCallDelta, collect
+from dflash_jax.text.parsing.output_parser import (
+    END_THINK,
+    REASONING_PARSERS,
+    THINK,
+    TOOL_PARSERS,
+    OutputParser,
+    prompt_reasoning,
+)
+
+__all__ = [
+    "END_THINK",
+    "REASONING_PARSERS",
+    "THINK",
+    "TOOL_PARSERS",
+    "Delta",
+    "OutputParser",
+    "ParsedOutput",
+    "ToolCall",
+    "ToolCallDelta",
+    "collect",
+    "prompt_reasoning",
+]

@@ -1,0 +1,277 @@
+"""The state machine: text in, typed deltas out."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum, auto
+from typing import Any, Literal
+
+from dflash_jax.base.errors import ConfigError
+from dflash_jax.text.parsing.deltas import Delta, ParsedOutput, ToolCallDelta, collect, merge
+from dflash_jax.text.parsing.json_scanner import SPACE, Malformed
+from dflash_jax.text.parsing.qwen3_coder import FUNCTION, qwen3_coder
+from dflash_jax.text.parsing.readers import TOOL_CALL, Reader, Reading, hermes, named, overlap, required
+from dflash_jax.text.parsing.schema import parameter_types
+
+REASONING_PARSERS = ("qwen3",)
+TOOL_PARSERS = ("hermes", "qwen3_json", "qwen3_coder", "qwen3_xml")  # the second and fourth are vLLM's other names
+THINK, END_THINK = "<think>", "</think>"
+
+ToolChoice = Literal["none", "auto", "required"]
+
+
+def make_tool_call_id() -> str:
+    """A new id, in vLLM's form."""
+    return f"chatcmpl-tool-{uuid.uuid4().hex[:16]}"
+
+
+def prompt_reasoning(prompt: str) -> bool | None:
+    """Whether the answer begins inside the reasoning that the chat template opened.
+
+    False: the template closed it (`enable_thinking=False`), so parse with `reasoning=None`. None: the template says
+    nothing, the model itself may write `<think>`.
+    """
+    turn = prompt[prompt.rfind("<|im_start|>") + 1 :]  # what users and earlier answers wrote says nothing
+    opened, closed = turn.rfind(THINK), turn.rfind(END_THINK)
+    return None if opened == closed else opened > closed
+
+
+class _Region(Enum):
+    START = auto()  # `<think>` may come
+    REASONING = auto()
+    CONTENT = auto()
+
+
+class OutputParser:
+    """Splits one completion into reasoning, content and tool calls.
+
+    What leaves depends on the characters alone, not on the chunks they come in. A tag, or what may become one, never
+    leaves before it is decided.
+
+    Reasoning: text up to `</think>`, after a `<think>` that begins the answer or with `starts_in_reasoning`; without
+    `</think>` all of it. As in vLLM, newlines beside the tags are kept.
+
+    Tool calls leave in pieces: id and name once the arguments have begun, then fragments of checked JSON. A call
+    whose arguments are complete stands, whatever follows it. Before that, a call that proves malformed or unfinished
+    comes back whole as the text it was; if pieces of it had left, they are `retracted`. A call inside the reasoning
+    counts, and the reasoning goes on after it.
+
+    Content beside tool calls is the text without them, and ends without white space; white space alone is no content.
+    An answer that calls no tool keeps every character.
+
+    Args:
+        reasoning: a name of `REASONING_PARSERS`, or None: nothing is reasoning.
+        tools: a name of `TOOL_PARSERS`, or None: tags of calls are plain text.
+        tool_schemas: the request's `tools`; their schemas give the values of `qwen3_coder` their types.
+        starts_in_reasoning: whether the prompt ended inside `<think>`; see `prompt_reasoning`.
+        tool_choice: "none" and "required" as in the API. "required" reads vLLM's list of calls whatever `tools` is.
+        tool_name: the tool named by the request: the text is its arguments, whatever `tools` is.
+        new_id: makes the ids of calls.
+    """
+
+    def __init__(
+        self,
+        reasoning: str | None = None,
+        tools: str | None = None,
+        tool_schemas: Iterable[Mapping[str, Any]] = (),
+        *,
+        starts_in_reasoning: bool = False,
+        tool_choice: ToolChoice = "auto",
+        tool_name: str | None = None,
+        new_id: Callable[[], str] = make_tool_call_id,
+    ) -> None:
+        for name, parsers, what in ((reasoning, REASONING_PARSERS, "reasoning"), (tools, TOOL_PARSERS, "tool-call")):
+            if name is not None and name not in parsers:
+                raise ConfigError(f"{what} parser {name!r} is unknown; choose one of {', '.join(parsers)}")
+        self._forced = named(tool_name) if tool_name is not None else required if tool_choice == "required" else None
+        self._readers: dict[str, Reader] = {}  # by opening tag
+        if tools is not None and tool_choice == "auto" and tool_name is None:
+            self._readers = _tool_readers(tools, tool_schemas)
+        self._region = _Region.CONTENT if reasoning is None else _Region.START
+        self._starts_in_reasoning = starts_in_reasoning
+        self._calls = _Calls(self._emit, new_id)
+        self._trims = bool(self._forced or self._readers)
+        self._reading: Reading[None] | None = None
+        self._buffer = ""  # not yet looked at, or undecided
+        self._space = ""  # white space of the content that a tool call may follow
+        self._has_content = False
+        self._deltas: list[Delta] = []
+
+    @property
+    def has_tool_calls(self) -> bool:
+        """Whether a tool call is complete, which makes the finish reason `tool_calls`."""
+        return self._calls.complete > 0
+
+    def push(self, text: str) -> list[Delta]:
+        """Take more text; returns what it decided."""
+        self._buffer += text
+        while self._buffer and self._step():
+            pass
+        return self._take()
+
+    def finish(self) -> list[Delta]:
+        """The text has ended: returns what was held back."""
+        if self._region is _Region.START:
+            self._leave_start()
+        if self._reading is not None:
+            self._reading = None
+            text = self._calls.give_back()
+        else:
+            text, self._buffer = self._buffer, ""
+        self._text(text)
+        if self._space and not self.has_tool_calls:
+            self._emit(Delta(content=self._space))
+        self._space = ""
+        return self._take()
+
+    def parse_all(self, text: str) -> ParsedOutput:
+        """Parse a whole answer."""
+        return collect([*self.push(text), *self.finish()])
+
+    def _step(self) -> bool:
+        """Use up a part of the buffer; returns False if it takes more text to decide."""
+        if self._reading is not None:
+            return self._read(self._reading)
+        if self._region is _Region.START:
+            return self._start()
+        if self._region is _Region.CONTENT and self._forced is not None:
+            return self._start_forced(self._forced)
+        tags = [*self._readers, END_THINK] if self._region is _Region.REASONING else [*self._readers]
+        at, tag = min(((at, tag) for tag in tags if (at := self._buffer.find(tag)) >= 0), default=(-1, ""))
+        if not tag:
+            at = len(self._buffer) - max((overlap(self._buffer, tag) for tag in tags), default=0)
+        self._text(self._buffer[:at])
+        self._buffer = self._buffer[at + len(tag) :]
+        if tag == END_THINK:
+            self._region = _Region.CONTENT
+        elif tag:
+            self._open(self._readers[tag], tag)
+        return bool(tag)
+
+    def _start(self) -> bool:
+        text = self._buffer.lstrip()
+        if text.startswith(THINK):
+            self._region = _Region.REASONING
+            self._buffer = text[len(THINK) :]
+        elif THINK.startswith(text):
+            return False
+        else:
+            self._leave_start()
+        return True
+
+    def _leave_start(self) -> None:
+        self._region = _Region.REASONING if self._starts_in_reasoning else _Region.CONTENT
+
+    def _start_forced(self, reader: Reader) -> bool:
+        text = self._buffer.lstrip(SPACE)
+        self._text(self._buffer[: len(self._buffer) - len(text)])
+        self._buffer = text
+        if text:
+            self._forced = None  # what follows it, or does not fit it, is content
+            self._open(reader, "")
+        return True
+
+    def _open(self, reader: Reader, tag: str) -> None:
+        self._calls.open(tag)
+        self._reading = reader(self._calls)
+        next(self._reading)
+
+    def _read(self, reading: Reading[None]) -> bool:
+        text, self._buffer = self._buffer, ""
+        for at, char in enumerate(text, 1):
+            self._calls.raw.append(char)
+            try:
+                reading.send(char)
+            except StopIteration:
+                self._reading = None
+                self._buffer = text[at:]
+                return True
+            except Malformed as error:
+                self._reading = None
+                raw = self._calls.give_back(malformed=True)
+                self._text(raw[: len(raw) - error.unread])
+                self._buffer = raw[len(raw) - error.unread :] + text[at:]
+                return True
+        return False
+
+    def _text(self, text: str) -> None:
+        if self._region is _Region.REASONING:
+            self._emit(Delta(reasoning=text))
+        elif not self._trims:
+            self._emit(Delta(content=text))
+        else:
+            text = self._space + text
+            if self.has_tool_calls and not self._has_content:
+                text = text.lstrip()
+            shown = text.rstrip()
+            self._space = text[len(shown) :]
+            self._has_content = self._has_content or bool(shown)
+            self._emit(Delta(content=shown))
+
+    def _emit(self, delta: Delta) -> None:
+        if delta.reasoning or delta.content or delta.tool_call:
+            self._deltas.append(delta)
+
+    def _take(self) -> list[Delta]:
+        self._calls.flush()
+        deltas, self._deltas = merge(self._deltas), []
+        return deltas
+
+
+class _Calls:
+    """The `CallWriter` of a parser: counts calls, and remembers the text of one until it is safe."""
+
+    def __init__(self, emit: Callable[[Delta], None], new_id: Callable[[], str]) -> None:
+        self.complete = 0
+        self.raw: list[str] = []  # since the opening tag, or since the last call that was done
+        self._index = -1
+        self._fragments: list[str] = []  # of arguments, to leave as one
+        self._named = False  # whether pieces of the call being read have left
+        self._safe = False  # whether only markup is missing
+        self._emit = emit
+        self._new_id = new_id
+
+    def open(self, tag: str) -> None:
+        """A reader starts, after this tag."""
+        self.raw = [tag]
+        self._named = self._safe = False
+
+    def give_back(self, malformed: bool = False) -> str:
+        """The reader ended before its format did: the text to be shown in its place."""
+        self.flush()
+        if self._named:
+            self._emit(Delta(tool_call=ToolCallDelta(self._index, retracted=True)))
+        return "".join(self.raw) if malformed or not self._safe else ""
+
+    def begin(self) -> None:
+        self._safe = False
+
+    def name(self, name: str) -> None:
+        self._index += 1
+        self._named = True
+        self._emit(Delta(tool_call=ToolCallDelta(self._index, self._new_id(), name)))
+
+    def arguments(self, fragment: str) -> None:
+        self._fragments.append(fragment)
+
+    def flush(self) -> None:
+        """Let the arguments leave."""
+        if fragment := "".join(self._fragments):
+            self._emit(Delta(tool_call=ToolCallDelta(self._index, arguments=fragment)))
+        self._fragments.clear()
+
+    def done(self) -> None:
+        self.flush()
+        self.complete += 1
+        self.raw.clear()
+        self._named = False
+        self._safe = True
+
+
+def _tool_readers(tools: str, schemas: Iterable[Mapping[str, Any]]) -> dict[str, Reader]:
+    """The readers of a tool parser by the tags that open them."""
+    if tools in ("hermes", "qwen3_json"):
+        return {TOOL_CALL: hermes}
+    types = parameter_types(schemas)
+    return {tag: qwen3_coder(types, tag) for tag in (TOOL_CALL, FUNCTION)}

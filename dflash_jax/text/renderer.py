@@ -1,0 +1,77 @@
+"""What a model folder says of text: its tokenizer, its chat template and its recommended sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.base.errors import ConfigError, RequestError
+from dflash_jax.base.values import SamplingParams, TokensPrompt
+from dflash_jax.spec.fields import read_json
+from dflash_jax.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class Renderer:
+    """Chats to prompts, as a model folder has it.
+
+    Attributes:
+        tokenizer: None where the folder has none.
+        generation_config: of `generation_config.json`.
+    """
+
+    def __init__(self, folder: Path):
+        self.tokenizer = Tokenizer.of(folder)
+        path = folder / "generation_config.json"
+        self.generation_config: dict[str, Any] = read_json(path) if path.exists() else {}
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generation_config.json` recommends, as vLLM reads it."""
+        chosen = {
+            name: self.generation_config[name]
+            for name in GENERATION_FIELDS
+            if self.generation_config.get(name) is not None
+        }
+        try:
+            return SamplingParams(**chosen)
+        except RequestError as error:
+            raise ConfigError(f"generation_config.json: {error}") from error
+
+    def chat_text(
+        self,
+        messages: Seq[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of the prompt that a conversation becomes, its special tokens included.
+
+        Raises:
+            RequestError: the model has no tokenizer or no chat template, or the template refuses the messages.
+        """
+        return self.need_tokenizer("a chat").render_chat(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            options=chat_template_kwargs,
+        )
+
+    def chat_prompt(self, messages: Seq[Message], **options: Any) -> TokensPrompt:
+        """The prompt that a conversation becomes; arguments and errors are those of `chat_text`."""
+        text = self.chat_text(messages, **options)
+        return {"prompt_token_ids": self.need_tokenizer("a chat").encode(text, add_special_tokens=False)}
+
+    def need_tokenizer(self, what: str) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            RequestError: there is none, and `what` needs one.
+        """
+        if self.tokenizer is None:
+            raise RequestError(f"{what} needs a tokenizer and the model folder has none; give token ids.")
+        return self.tokenizer

@@ -1,0 +1,212 @@
+"""Parameters to a Hugging Face folder: what `loader` reads, and vLLM and the reference implementation too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from dflash_jax.base.errors import CheckpointError, ConfigError
+from dflash_jax.spec import DraftConfig, LayerMask, RopeConfig, TargetConfig
+from dflash_jax.weights.loader import Params
+from dflash_jax.weights.safetensors import INDEX_NAME, SINGLE_NAME
+from dflash_jax.weights.tables import checkpoint_tensors
+
+WeightDtype = Literal["float32", "bfloat16", "fp8_e4m3"]
+
+# Of everything that fp8 does not hold: the projections alone are quantised.
+WIDE_DTYPES: Mapping[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "fp8_e4m3": np.dtype(ml_dtypes.bfloat16),
+}
+FP8_LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)  # 448
+
+# Weights only, one scale a row. Modules are named by their class, since vLLM renames those of a drafter.
+# Source: compressed-tensors' QuantizationConfig, as vLLM reads it (compressed_tensors.py, W8A16Fp8).
+FP8_QUANTIZATION: Mapping[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": None,
+        }
+    },
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+}
+
+ROPE_FIELDS = {  # of RopeConfig, beside rope_type and theta
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+        *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+
+
+def save_model(
+    folder: Path,
+    raw_config: Mapping[str, Any],
+    config: TargetConfig | DraftConfig,
+    params: Params,
+    dtype: WeightDtype,
+) -> None:
+    """Write `model.safetensors` and `config.json`; each file appears whole or not at all, the config last.
+
+    Args:
+        folder: made if absent; other files in it stay.
+        raw_config: what `config` was read from. Its `quantization_config` is replaced by what suits `dtype`.
+        config: of the model.
+        params: nested dicts of arrays, as the Flax modules take them.
+        dtype: of the stored weights. With fp8_e4m3 the projections are fp8 with a float32 scale for each row, in
+            the form of compressed-tensors, and the rest is bfloat16.
+
+    Raises:
+        ConfigError: the dtype is unknown.
+        CheckpointError: the folder has an index of other weights, which readers would prefer.
+    """
+    if dtype not in WIDE_DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is unknown; choose one of {', '.join(WIDE_DTYPES)}.")
+    if (folder / INDEX_NAME).exists():
+        raise CheckpointError(f"{folder} holds {INDEX_NAME}, which would hide the new weights; give another folder.")
+    tensors: dict[str, np.ndarray] = {}
+    for name, tensor in checkpoint_tensors(config, params).items():
+        tensors |= _stored(name, tensor, dtype)
+    raw = {name: value for name, value in raw_config.items() if name != "quantization_config"}
+    quantization = {"quantization_config": FP8_QUANTIZATION} if dtype == "fp8_e4m3" else {}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tensors(folder / SINGLE_NAME, tensors)
+    save_json(folder / "config.json", raw | quantization)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write a safetensors file, whole or not at all."""
+    with _replacing(path) as part:
+        # The package writes the memory of an array as it lies, strides or not.
+        contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+        save_file(contiguous, part, metadata={"format": "pt"})  # transformers refuses files without it
+
+
+def save_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object, whole or not at all."""
+    with _replacing(path) as part:
+        part.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A file to write beside `path`; without an error it takes its place, readable by all."""
+    part = path.with_name(path.name + ".part")
+    try:
+        yield part
+        part.chmod(0o644)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _stored(name: str, array: np.ndarray, dtype: WeightDtype) -> dict[str, np.ndarray]:
+    """A tensor as the file holds it, with its scale if it has one."""
+    if name == "d2t":
+        return {name: array.astype(np.int64)}
+    if dtype == "fp8_e4m3" and name.endswith(("_proj.weight", "fc.weight")):
+        weight, scale = quantize_rows(array)
+        return {name: weight, f"{name}_scale": scale}
+    return {name: array.astype(WIDE_DTYPES[dtype])}
+
+
+def quantize_rows(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A weight [rows, columns] as float8_e4m3fn, and the float32 scale [rows, 1] that it is to be multiplied by.
+
+    The largest number of a row becomes the largest of fp8.
+    """
+    wide = weight.astype(np.float32)
+    largest = np.abs(wide).max(axis=1, keepdims=True)
+    scale = np.maximum(largest / FP8_LARGEST, np.finfo(np.float32).tiny)  # a row of zeros divides too
+    return (wide / scale).astype(ml_dtypes.float8_e4m3fn), scale
+
+
+def draft_raw_config(
+    config: DraftConfig, num_target_layers: int, *, max_position_embeddings: int = 32768
+) -> dict[str, Any]:
+    """The `config.json` of a drafter: what `draft_config` reads back, and what was published for others.
+
+    Args:
+        config: of the drafter; its `weight_block_size` belongs to a file, and is not written.
+        num_target_layers: layers of the target.
+        max_position_embeddings: the target's; vLLM lets no text grow longer than the drafter's. The default is what
+            transformers takes where a file says nothing.
+
+    Raises:
+        ConfigError: the file has no words for the masks of the layers.
+
+    Source: the published checkpoints' config.json; the old spelling of RoPE, which every version reads.
+    """
+    optional = {
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size if config.target_hidden_size != config.hidden_size else None,
+    }
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "dtype": config.dtype,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "attention_bias": config.attention_bias,
+        "max_position_embeddings": max_position_embeddings,
+        "tie_word_embeddings": False,
+        **_rope_fields(config.rope),
+        **_mask_fields(config.layers),
+        "block_size": config.block_size,
+        "num_target_layers": num_target_layers,
+        "dflash_config": {
+            "target_layer_ids": list(config.target_layer_ids),
+            "mask_token_id": config.mask_token_id,
+        },
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+
+
+def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
+    options = {name: getattr(rope, name) for name in ROPE_FIELDS[rope.rope_type]}
+    scaling = {"rope_type": rope.rope_type} | {name: value for name, value in options.items() if value is not None}
+    return {"rope_theta": rope.theta, "rope_scaling": scaling if options else None}
+
+
+def _mask_fields(layers: tuple[LayerMask, ...]) -> dict[str, Any]:
+    """Sliding layers are causal and full layers are not, or `is_causal` says what all of them are."""
+    windows = {layer.window for layer in layers} - {None}
+    masks = {layer.mask for layer in layers}
+    is_usual = all((layer.mask == "causal") == (layer.window is not None) for layer in layers)
+    if len(windows) > 1 or not (is_usual or len(masks) == 1):
+        found = ", ".join(f"{layer.mask} {layer.window or 'full'}" for layer in layers)
+        raise ConfigError(
+            f"a drafter's config.json cannot say that its layers are {found}; give all sliding layers one window, and "
+            "either all layers one mask, or sliding layers causal and full layers block."
+        )
+    return {
+        "layer_types": ["full_attention" if layer.window is None else "sliding_attention" for layer in layers],
+        "use_sliding_window": bool(windows),
+        "sliding_window": next(iter(windows), None),
+        "max_window_layers": len(layers),
+        **({} if is_usual else {"is_causal": masks == {"causal"}}),
+    }

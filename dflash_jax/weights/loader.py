@@ -1,0 +1,190 @@
+"""Safetensors to parameters, by the table of the architecture.
+
+All headers are checked against the table before any tensor is read, so that a wrong file loads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from dflash_jax.base.errors import CheckpointError
+from dflash_jax.spec import DraftConfig, TargetConfig
+from dflash_jax.weights.formats.transposed import Transposed, inputs_first
+from dflash_jax.weights.safetensors import TensorInfo, list_tensors
+from dflash_jax.weights.tables import (
+    IGNORED_TENSORS,
+    PROJECTIONS,
+    Parameter,
+    build,
+    checkpoint_shape,
+    checkpoint_table,
+    kv_scale_names,
+    output_axes,
+    parameters_of,
+)
+
+Params = dict[str, Any]  # nested dicts of arrays, as Flax modules take them
+Placement = Callable[[tuple[str, ...], tuple[int, ...]], jax.sharding.Sharding | None]
+
+FP8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
+SCALE_SUFFIXES = ("_scale", "_scale_inv")  # both multiply; the second is DeepSeek's and Qwen's name
+MOST_NAMED = 5  # problems spelled out in one error
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """What stored fp8 keys and values of each layer and kv head are multiplied by to be the real ones."""
+
+    k: Float[np.ndarray, "L K"]
+    v: Float[np.ndarray, "L K"]
+
+
+def load_kv_scales(folder: Path, config: TargetConfig | DraftConfig) -> KVScales | None:
+    """Load the scales of an fp8 KV cache: one number a layer, or one a kv head; 1 where a checkpoint has none.
+
+    Returns:
+        float32 scales, None if the checkpoint has none at all.
+
+    Raises:
+        CheckpointError: a scale is no positive number, has another shape, or stands there under two names.
+    """
+    tensors = list_tensors(folder)
+    found = {x: [_kv_scale(tensors, config, i, x) for i in range(config.num_hidden_layers)] for x in ("k", "v")}
+    if all(scale is None for scales in found.values() for scale in scales):
+        return None
+    one = np.ones(config.num_key_value_heads, np.float32)
+    k, v = (np.stack([one if scale is None else one * scale for scale in found[x]]) for x in ("k", "v"))
+    return KVScales(k=k, v=v)
+
+
+def _kv_scale(
+    tensors: dict[str, TensorInfo], config: TargetConfig | DraftConfig, layer: int, x: str
+) -> np.ndarray | None:
+    """The scale [] or [K] of the keys or values of a layer, if there is one."""
+    infos = [tensors[name] for name in kv_scale_names(config, layer, x) if name in tensors]
+    if not infos:
+        return None
+    info, *others = infos
+    if others:
+        raise CheckpointError(f"{info.file}: {info.name!r} and {others[0].name!r} are the same scale; remove one.")
+    heads = config.num_key_value_heads
+    if not jnp.issubdtype(info.dtype, jnp.floating) or tuple(n for n in info.shape if n != 1) not in ((), (heads,)):
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r} should hold one float, or one for each of {heads} kv heads, and is "
+            f"{info.dtype}{list(info.shape)}; export the scales of the KV cache again."
+        )
+    scale = info.load().astype(np.float32).squeeze()
+    if not (np.isfinite(scale) & (scale > 0)).all():
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r} should hold positive finite numbers and holds {scale.tolist()}; "
+            "export the scales of the KV cache again."
+        )
+    return scale
+
+
+def load_params(
+    folder: Path,
+    config: TargetConfig | DraftConfig,
+    dtype: DTypeLike,
+    place: Placement = lambda axes, shape: None,
+    *,
+    transpose: bool = False,
+) -> Params:
+    """Load a model's parameters.
+
+    Args:
+        folder: holds `*.safetensors`, with or without an index.
+        config: of the model in it.
+        dtype: float32 or bfloat16; tensors of other float types are converted, fp8 ones with their scales.
+        place: sharding of an array, given its letters and shape; None leaves it on the default device.
+        transpose: hold projections as `Transposed`, as CPUs want them.
+
+    Returns:
+        Nested dicts of arrays, as the Flax modules take them.
+
+    Raises:
+        CheckpointError: a tensor is missing, surplus, or has a shape or dtype that the table does not expect.
+    """
+    tensors = list_tensors(folder)
+    table = checkpoint_table(config)
+    _check(folder, tensors, table, config)
+
+    def put(array: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
+        placed = jax.device_put(array, place(axes, array.shape))
+        return placed.astype(dtype if jnp.issubdtype(placed.dtype, jnp.floating) else jnp.int32)
+
+    def read(parameter: Parameter) -> jax.Array | Transposed:
+        array = parameter.join({name: _read(tensors, name, config) for name in parameter.parts})
+        if transpose and parameter.path[-1] in PROJECTIONS:
+            return Transposed(put(inputs_first(array, output_axes(parameter.axes)), ("D", "D")), parameter.shape)
+        return put(array, parameter.axes)
+
+    return build(parameters_of(table, config), read)
+
+
+def _check(
+    folder: Path, tensors: dict[str, TensorInfo], table: dict[str, str], config: TargetConfig | DraftConfig
+) -> None:
+    """One error for everything that does not fit: file, tensor, what was expected, what was found."""
+    problems = []
+    for name, axes in table.items():
+        expected, info = checkpoint_shape(axes, config), tensors.get(name)
+        if info is None:
+            problems.append(f"{folder}: tensor {name!r} of shape {list(expected)} is missing")
+        elif info.shape != expected:
+            problems.append(
+                f"{info.file}: tensor {name!r} should have shape {list(expected)} and has {list(info.shape)}"
+            )
+        elif name == "d2t":
+            if not np.issubdtype(info.dtype, np.integer):
+                problems.append(f"{info.file}: tensor {name!r} should hold integers and holds {info.dtype}")
+        elif not jnp.issubdtype(info.dtype, jnp.floating):
+            problems.append(f"{info.file}: tensor {name!r} should hold floats and holds {info.dtype}")
+    layers = range(config.num_hidden_layers)
+    known = table.keys() | {name for i in layers for x in ("k", "v") for name in kv_scale_names(config, i, x)}
+    for name, info in tensors.items():
+        if name in known or IGNORED_TENSORS.search(name) or name == "lm_head.weight":  # a tied or copied head
+            continue
+        base = next((name.removesuffix(suffix) for suffix in SCALE_SUFFIXES if name.endswith(suffix)), None)
+        if base not in table or base not in tensors or tensors[base].dtype not in FP8:
+            problems.append(f"{info.file}: tensor {name!r} of shape {list(info.shape)} is surplus")
+    if problems:
+        more = f"; and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
+        raise CheckpointError(
+            "; ".join(problems[:MOST_NAMED]) + more + ". Check that config.json and the weights belong together."
+        )
+
+
+def _read(tensors: dict[str, TensorInfo], name: str, config: TargetConfig | DraftConfig) -> np.ndarray:
+    """A tensor in the checkpoint's shape; an fp8 tensor comes dequantised to float32 if it has a scale."""
+    array = tensors[name].load()
+    for suffix in SCALE_SUFFIXES:
+        scale = tensors.get(name + suffix)
+        if scale is not None:
+            wide = scale.load().astype(np.float32)
+            return array.astype(np.float32) * _spread(wide, array.shape, config.weight_block_size, scale)
+    return array
+
+
+def _spread(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None, info: TensorInfo) -> np.ndarray:
+    """A scale for the whole tensor, for each row, or for each block, made to broadcast against the tensor."""
+    if scale.size == 1:
+        return scale.reshape(())
+    if scale.size == shape[0] and scale.shape[0] == shape[0]:
+        return scale.reshape(-1, *[1] * (len(shape) - 1))
+    if block is not None and scale.shape == tuple(-(-length // b) for length, b in zip(shape, block, strict=True)):
+        rows, columns = (np.arange(length) // b for length, b in zip(shape, block, strict=True))
+        return scale[rows][:, columns]
+    raise CheckpointError(
+        f"{info.file}: tensor {info.name!r} of shape {list(scale.shape)} fits neither the whole, nor the rows, nor the "
+        f"blocks {block} of the weight {list(shape)}; check weight_block_size in config.json."
+    )
