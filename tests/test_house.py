@@ -1,6 +1,7 @@
 """The rules of the house that can be checked mechanically."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,3 +104,23 @@ def test_public_names_are_there_and_no_others():
         assert getattr(dflash_jax, name).__name__ == name
         assert getattr(dflash_jax, name).__module__.startswith("dflash_jax.")
     assert not hasattr(dflash_jax, "Engine")
+
+
+def test_the_glossary_has_the_words_of_the_code():
+    glossary = ARCHITECTURE.read_text().split("## Glossary")[1]
+    words = set(re.findall(r"^\| `(\w+)` \|", glossary, re.MULTILINE))
+    names = {
+        part.rstrip("s")
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        for name in (
+            getattr(node, "id", None),
+            getattr(node, "attr", None),
+            getattr(node, "arg", None),
+            getattr(node, "name", None),
+        )
+        if isinstance(name, str)
+        for part in re.findall(r"[A-Z]?[a-z]+", name.replace("_", " "))
+    }
+    assert len(words) >= 10
+    assert not {word for word in words if word.rstrip("s") not in {name.lower() for name in names}}
