@@ -1,5 +1,5 @@
 """Gated DeltaNet: the recurrence over verified blocks, and its chunked form over prompts."""
 
-from pallas_kernels.gated_delta.reference import CHUNK, chunked, convolve, gates, recur, split_heads, tail_after
+from pallas_kernels.gated_delta.reference import CHUNK, Rows, chunked, convolve, gates, recur, split_heads, tail_after
 
-__all__ = ["CHUNK", "chunked", "convolve", "gates", "recur", "split_heads", "tail_after"]
+__all__ = ["CHUNK", "Rows", "chunked", "convolve", "gates", "recur", "split_heads", "tail_after"]

@@ -14,12 +14,22 @@ Source: transformers 5.24 (`qwen3_5`), arXiv 2412.06464.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 CHUNK = 64  # tokens that the chunked form solves at once: transformers', and a page of keys and values
 L2_EPS = 1e-6  # added to the sum of squares, not to the mean
+
+
+class Rows(NamedTuple):
+    """Tokens as the recurrence takes them: convolved channels, and the gates of each value head."""
+
+    mixed: Float[Array, "B T C"]  # queries of HK heads, keys of HK heads, values of HV heads
+    g: Float[Array, "B T HV"]  # float32; 0 for padding
+    beta: Float[Array, "B T HV"]  # float32; 0 for padding
 
 
 def convolve(
@@ -111,6 +121,37 @@ def recur(
 
     state, outputs = jax.lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, g, beta)))
     return jnp.moveaxis(outputs, 0, 1), state
+
+
+def replay(
+    state: Float[Array, "Q HV dk dv"], slots: Int[Array, " B"], tape: Rows, count: Int[Array, " B"], block: Rows
+) -> tuple[Float[Array, "B T HV dv"], Float[Array, "Q HV dk dv"]]:
+    """Commit the accepted rows of the last block, then run the next block without committing it.
+
+    Args:
+        state: of Q slots.
+        slots: of the sequences; one outside 0..Q-1 is padding, whose outputs mean nothing.
+        tape: rows of each sequence's last block.
+        count: how many of them were accepted; they are folded into the state.
+        block: rows to verify.
+
+    Returns:
+        Outputs of the block's rows in float32, and the states after the accepted rows.
+    """
+    accepted = (jnp.arange(tape.g.shape[1]) < count[:, None])[..., None]
+    kept = Rows(tape.mixed, jnp.where(accepted, tape.g, 0.0), jnp.where(accepted, tape.beta, 0.0))
+    before = state.at[slots].get(mode="clip")
+    _, after = _run(kept, before)
+    outputs, _ = _run(block, after)
+    places = jnp.where(slots < 0, len(state), slots)  # a negative index would count from the end
+    return outputs, state.at[places].set(after, mode="drop")
+
+
+def _run(rows: Rows, state: Float[Array, "B HV dk dv"]) -> tuple[Array, Array]:
+    key_dim, value_dim = state.shape[-2:]
+    key_heads = (rows.mixed.shape[-1] - state.shape[1] * value_dim) // (2 * key_dim)
+    q, k, v = split_heads(rows.mixed, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim)
+    return recur(q, k, v, rows.g, rows.beta, state)
 
 
 def chunked(

@@ -1,9 +1,13 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import gated_delta
+from pallas_kernels.gated_delta import triton
+from tests.kernels.cases import cuda_lowering
 
 B, HK, HV, DK, DV = 2, 2, 6, 16, 8
 
@@ -116,3 +120,46 @@ def test_norms_have_their_epsilon_on_the_sum():
     expected = 1e-4 / np.sqrt(DK * 1e-8 + 1e-6)
     np.testing.assert_allclose(k, expected, rtol=1e-5)
     np.testing.assert_allclose(q, expected / np.sqrt(DK), rtol=1e-5)
+
+
+def replay_case(T: int, tape: int, dtype=np.float32, seed: int = 3):
+    """States of 5 slots; three sequences, one of them padding."""
+    rng = np.random.default_rng(seed)
+    dk, dv = 16, 32
+    C = 2 * HK * dk + HV * dv
+
+    def rows(length):
+        g, beta = gated_delta.gates(
+            *rng.normal(size=(2, 3, length, HV)).astype(np.float32),
+            np.zeros(HV),
+            np.ones(HV),
+            np.ones((3, length), bool),
+        )
+        return gated_delta.Rows(jnp.asarray(rng.normal(size=(3, length, C)), dtype), g, beta)
+
+    state = jnp.asarray(rng.normal(size=(5, HV, dk, dv)), jnp.float32)
+    return state, jnp.array([3, 5, 0]), rows(tape), jnp.array([0, 2, min(4, tape)]), rows(T)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("T", "tape"), [(1, 1), (1, 8), (8, 8), (5, 3)])
+def test_replay_on_triton(T, tape, dtype):
+    case = replay_case(T, tape, dtype)
+    outputs, after = jax.jit(gated_delta.reference.replay)(*case)
+    kernel = functools.partial(triton.replay, interpret=jax.default_backend() != "gpu")
+    found, found_after = kernel(*case)
+    np.testing.assert_allclose(found[jnp.array([0, 2])], outputs[jnp.array([0, 2])], atol=1e-5)
+    np.testing.assert_allclose(found_after, after, atol=1e-5)
+    np.testing.assert_array_equal(found_after[jnp.array([1, 2, 3, 4])], case[0][jnp.array([1, 2, 3, 4])])
+
+
+def test_replay_lowers_for_cuda():
+    struct = jax.ShapeDtypeStruct
+
+    def rows(T):
+        gate = struct((4, T, 48), jnp.float32)
+        return gated_delta.Rows(struct((4, T, 10240), jnp.bfloat16), gate, gate)
+
+    number = struct((4,), jnp.int32)
+    text = cuda_lowering(triton.replay, struct((16, 48, 128, 128), jnp.float32), number, rows(16), number, rows(16))
+    assert "triton" in text
