@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 INSTALL := $(PYTHON) -m pip install --quiet --editable
 
-.PHONY: serve test test-gpu demo readme parity lint format install browser clean
+.PHONY: serve test test-gpu demo readme parity lint format install browser constraints clean
 
 # Running a model needs a fraction of what training and the tests do.
 $(VENV)/.installed-base: pyproject.toml
@@ -22,14 +22,19 @@ install: $(VENV)/.installed
 serve: $(VENV)/.installed-base
 	$(PYTHON) -m dflash_jax.serve $(FLAGS)
 
-## Lint, type-check and run the test suite (no GPU, no torch).
+## Lint, type-check and run the test suite (no GPU, no torch). Installs chromium with apt-get unless BROWSER=none is given.
 test: install lint browser
 	$(PYTHON) -m pytest --numprocesses 2 --dist worksteal
 
-# The server's page is tested in a real browser, which no Python package brings along.
+# The server's page is tested in a real browser, which no Python package brings along. BROWSER=none leaves it out.
 browser:
-	@command -v chromium >/dev/null || { apt-get update && apt-get install --yes chromium; } >/dev/null 2>&1 \
-		|| echo "there is no chromium and it could not be installed: tests of the page will be skipped"
+	@if [ "$(BROWSER)" = none ]; then \
+		echo "BROWSER=none: nothing is installed on the system, and tests of the page are skipped if there is no chromium"; \
+	elif ! command -v chromium >/dev/null; then \
+		echo "tests of the page need chromium: installing it on this system with apt-get (make test BROWSER=none does without)"; \
+		{ apt-get update && apt-get install --yes chromium; } >/dev/null 2>&1 \
+			|| echo "chromium could not be installed: tests of the page will be skipped"; \
+	fi
 
 lint: install
 	$(PYTHON) -m ruff check .
@@ -56,6 +61,11 @@ parity: install
 ## The tests that a GPU can run, the `gpu` ones included, on a machine that already has jax for it and pytest.
 test-gpu:
 	DFLASH_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest --override-ini addopts='-q --strict-markers'
+
+## Write the versions that are installed here into constraints.txt; run `make clean install test` before.
+constraints: install
+	{ grep '^#' constraints.txt; $(PYTHON) -m pip freeze --exclude-editable; } >constraints.new
+	mv constraints.new constraints.txt
 
 clean:
 	rm -rf $(VENV)

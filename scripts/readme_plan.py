@@ -44,8 +44,9 @@ class Rule:
 
 RULES = (
     Rule("recursion", r"^make readme\b", "is this very run"),
-    Rule("recursion", r"^make test\b", "is the caller's own test suite"),
+    Rule("recursion", r"\bmake test\b", "is the caller's own test suite"),
     Rule("install", r"^pip install\b", "changes the environment that all of this runs in; `make install` has made it"),
+    Rule("install", r"\bmake (install|clean|constraints)\b", "changes the environment that all of this runs in"),
     Rule("install", r"^make parity\b", "installs torch into the environment that all of this runs in"),
     Rule("gpu", r"Qwen/Qwen3-8B\b", "wants a GPU, and 16 GB from the Hub"),
     Rule("gpu", r"\bbench round\b", "times steps of Qwen3-8B's shapes on H200s"),
