@@ -18,13 +18,17 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM, ConfigError, SamplingParams
-from dflash_jax.train import loop
+from dflash_jax.train import loop, pace
 from dflash_jax.train.checkpoints import Checkpoints
 from dflash_jax.train.command import parse
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data.shards import Sample
+from dflash_jax.train.dataset import Dataset
 from dflash_jax.train.evaluation import BEGINNING, prompt_of
-from dflash_jax.train.loop import load_pair, make_pace, train
+from dflash_jax.train.logs import Logs
+from dflash_jax.train.loop import train
+from dflash_jax.train.pace import make_pace
+from dflash_jax.train.pair import load_pair
 from dflash_jax.train.state import init_state, learning_rate, make_mesh, make_optimizer
 from tests.phases import phases
 
@@ -104,6 +108,33 @@ def test_it_learns_its_data_by_heart(data, tmp_path):
     assert list((folder / "training").glob("events.*"))
 
 
+def test_sequences_may_be_shorter_than_the_anchors_asked_for(data, tmp_path):
+    config = config_of(data, tmp_path / "draft", num_anchors=512, epochs=1)  # of sequences of at most 64 tokens
+    assert weights(train(config))
+
+
+def test_samples_held_out_by_default_are_a_tenth_of_a_small_data_set(data, tmp_path, monkeypatch, capsys):
+    measured = []
+    monkeypatch.setattr(loop, "Evaluator", lambda config, folder, samples: measured.append(samples) or zero_length)
+    train(config_of(data, tmp_path / "draft", eval_samples=None))  # the file has 12 samples
+    assert [len(samples) for samples in measured] == [1]
+    assert "holding out 1 of 12 samples" in capsys.readouterr().err
+    with pytest.raises(
+        ConfigError, match="eval_samples=12 leaves nothing of 12 samples to train on; give less than 12"
+    ):
+        train(config_of(data, tmp_path / "other", eval_samples=12))
+
+
+@pytest.mark.parametrize(("samples", "held_out"), [(1, 0), (9, 0), (10, 1), (639, 63), (640, 64), (5000, 64)])
+def test_at_most_64_samples_are_held_out_by_default(samples, held_out):
+    dataset, out = Dataset.of([Sample((), (1, 2))] * samples, 8).split(None, seed=0)
+    assert (len(dataset), len(out)) == (samples - held_out, held_out)
+
+
+def zero_length(folder, now):
+    return {"acceptance_length": 1.0}
+
+
 def test_a_text_without_a_prompt_is_completed_from_its_beginning():
     assert prompt_of(Sample((1, 2), (3,))) == {"prompt_token_ids": [1, 2]}
     assert prompt_of(Sample((), tuple(range(99)))) == {"prompt_token_ids": list(range(BEGINNING))}
@@ -127,25 +158,64 @@ def test_a_run_that_goes_on_is_the_same_bit_for_bit(data, tmp_path):
 def test_a_run_may_end_by_the_clock(data, tmp_path, monkeypatch):
     """A second passes with every look at the clock, and the learning rate falls with it."""
     ticks = count()
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     config = config_of(data, tmp_path / "draft", minutes=0.2, warmup_ratio=0.0)
     train(config)
     log = log_of(tmp_path / "draft")
-    began, ended = 2, 12  # the deadline is made of the first look, the pace of the second
-    shares = [n / (ended - began + 1) for n in range(1, len(log) + 1)]
-    assert len(log) == ended - began
+    began, ended = 2, 12  # the first look makes the deadline, the third begins the pace
+    shares = [n / (ended - began) for n in range(1, ended - began)]
+    assert len(log) == len(shares)
     expected = [float(learning_rate(config, share)) for share in shares]
     assert [line["learning_rate"] for line in log] == pytest.approx(expected)
-    found = weights(tmp_path / "draft")
+    written = weights(tmp_path / "draft")
     train(config_of(data, tmp_path / "draft", minutes=1e-3, warmup_ratio=0.0))  # another start may have other minutes
-    assert weights(tmp_path / "draft") == found
+    assert weights(tmp_path / "draft") == written
+
+
+class TimedEvaluator:
+    """Stands for the evaluation of a drafter on a clock of its own."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds, self.calls = clock, seconds, 0
+
+    def rehearse(self, folder, now):
+        return self.seconds
+
+    def __call__(self, folder, now):
+        self.clock[0] += self.seconds
+        self.calls += 1
+        return {"acceptance_length": 1.0}
+
+
+@pytest.mark.parametrize("eval_every", [0, 2, 3])
+def test_minutes_cover_the_evaluation_at_the_end(data, tmp_path, monkeypatch, eval_every):
+    """A step takes two seconds and an evaluation seven, of a minute."""
+    clock = [0.0]
+    evaluator = TimedEvaluator(clock, 7.0)
+    monkeypatch.setattr(loop, "Evaluator", lambda *args: evaluator)
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    advance = Logs.advance
+
+    def step_takes_time(logs, tokens):
+        clock[0] += 2.0
+        advance(logs, tokens)
+
+    monkeypatch.setattr(Logs, "advance", step_takes_time)
+    train(config_of(data, tmp_path / "draft", minutes=1, eval_samples=1, eval_every=eval_every))
+    assert evaluator.calls >= 1
+    assert 60 - 7 - 2 < clock[0] <= 60 + 2  # the step that was running when time was up is finished
+
+
+def test_too_few_minutes_are_refused_before_the_first_step(data, tmp_path):
+    with pytest.raises(ConfigError, match=r"minutes=0.001 leaves no time to train: loading and compilation took 0\.\d"):
+        train(config_of(data, tmp_path / "draft", minutes=1e-3))
 
 
 def test_time_goes_on_where_an_earlier_start_ended(monkeypatch):
     clock = iter([5.0, 5.0, 6.0, 9.0])
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    pace = make_pace(None, 9.0, 0.6)
-    assert [pace(step) for step in (8, 9, 10)] == pytest.approx([0.6, 0.7, 1.0])
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    done = make_pace(None, 9.0, 0.6)
+    assert [done(step) for step in (8, 9, 10)] == pytest.approx([0.6, 0.7, 1.0])
     assert [make_pace(4, None, 0.0)(step) for step in (1, 3, 5)] == [0, 0.5, 1]
 
 
