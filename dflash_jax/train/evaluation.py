@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -23,7 +24,8 @@ from dflash_jax.weights.tables import build, checkpoint_table, parameters_of
 
 KV_CACHE_BYTES = 2**30
 BEGINNING = 64  # tokens of a text without a prompt that serve as its prompt
-REHEARSED = 8  # prompts: enough to estimate the time of all, few enough to cost little of a short run
+REHEARSED = 8  # prompts, of which the time of all is estimated
+BRIEF = 16  # tokens generated for each while the engine compiles, before the clock runs
 
 
 class Evaluator:
@@ -66,18 +68,18 @@ class Evaluator:
         }
 
     def rehearse(self, draft: Path, now: Phase) -> float:
-        """Load the engine, compile all that a measurement needs, and estimate the seconds that one takes.
+        """Load the engine, have it compile for `REHEARSED` prompts, and estimate the seconds of a measurement.
 
-        The estimate is an upper bound where the drafter is untrained, since its rounds emit one token, and since all
-        prompts side by side take less time than in parts of `REHEARSED`.
+        The estimate is an upper bound: rounds of an untrained drafter emit one token each, and the engine runs what is
+        compiled, in parts of `REHEARSED` prompts, until it has compiled for all prompts side by side.
         """
-        llm = self._with(draft, now)
-        llm.compile(self._prompts, self._sampling, within=now.within)
-        part = self._prompts[:REHEARSED]
-        began = time.perf_counter()
-        with now.within("rehearsing the measurement", len(part)) as measuring:
-            llm.generate(part, self._sampling, use_tqdm=measuring.tqdm)
-        return (time.perf_counter() - began) * len(self._prompts) / len(part)
+        llm, part = self._with(draft, now), self._prompts[:REHEARSED]
+        with now.within("rehearsing the measurement", 2 * len(part)) as rehearsing:
+            brief = replace(self._sampling, max_tokens=min(BRIEF, self._config.eval_max_tokens))
+            llm.generate(part, brief, use_tqdm=rehearsing.tqdm)
+            began = time.perf_counter()
+            llm.generate(part, self._sampling, use_tqdm=rehearsing.tqdm)
+            return (time.perf_counter() - began) * len(self._prompts) / len(part)
 
     def _with(self, draft: Path, now: Phase) -> LLM:
         """The engine with the drafter of a folder."""

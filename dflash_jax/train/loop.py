@@ -7,7 +7,6 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 
 import jax
@@ -95,7 +94,7 @@ def read_data(config: TrainConfig, pair: Pair) -> tuple[Dataset, list[Sample]]:
         ConfigError: a file cannot be read, or its samples do not fit the target or the options.
     """
     with phase("reading samples") as now:
-        samples = now.over(read_samples(config, Tokenizer.of(pair.folder)))
+        samples = now.over(read_samples(config, Tokenizer.of(pair.folder), pair.target.vocab_size))
         dataset, held_out = Dataset.of(samples, config.max_length).split(config.eval_samples, config.seed)
         if config.eval_samples is None:
             now.say(
@@ -104,11 +103,25 @@ def read_data(config: TrainConfig, pair: Pair) -> tuple[Dataset, list[Sample]]:
     return dataset, held_out
 
 
-def read_samples(config: TrainConfig, tokenizer: Tokenizer | None) -> Iterator[Sample]:
-    """All samples of the folders and files that `data` names, one file after another."""
-    return chain.from_iterable(
-        read_shards(Path(path)) if Path(path).is_dir() else read_jsonl(Path(path), tokenizer) for path in config.data
-    )
+def read_samples(config: TrainConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Iterator[Sample]:
+    """All samples of the folders and files that `data` names, one after another.
+
+    Raises:
+        ConfigError: a file cannot be read, or a token id lies outside of the target's vocabulary.
+    """
+    for name in config.data:
+        path = Path(name)
+        samples = read_shards(path) if path.is_dir() else read_jsonl(path, tokenizer)
+        for number, sample in enumerate(samples, start=1):
+            # JAX clamps an index that lies outside of an array: unchecked, another token would be trained on.
+            ids = (*sample.prompt_token_ids, *sample.token_ids)
+            for extreme in (max(ids, default=0), min(ids, default=0)):
+                if not 0 <= extreme < vocab_size:
+                    raise ConfigError(
+                        f"{path}, sample {number} holds token id {extreme} and the target's vocabulary has "
+                        f"{vocab_size} tokens; give data that was tokenised for this target."
+                    )
+            yield sample
 
 
 def run_steps(
