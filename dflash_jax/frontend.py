@@ -88,8 +88,13 @@ class Frontend(Renderer):
         return None if n == 1 else number.encode()
 
 
-def load(model: str | Path | None, draft_model: str | Path | None, args: EngineArgs) -> tuple[Frontend, Engine]:
-    """Load a model and its drafter.
+def load(
+    model: str | Path | None,
+    draft_model: str | Path | None,
+    args: EngineArgs,
+    target_params: Mapping[str, Any] | None = None,
+) -> tuple[Frontend, Engine]:
+    """Load a model and its drafter; `target_params` as for `LLM`.
 
     Raises:
         ConfigError: an unknown architecture, a drafter that does not fit, or an impossible option.
@@ -104,7 +109,10 @@ def load(model: str | Path | None, draft_model: str | Path | None, args: EngineA
     config = EngineConfig.of(args, target, draft, on_cpu=jax.default_backend() == "cpu")
     frontend = Frontend(folder, target, config, seed=args.seed)
     mesh = Mesh.of(config.tensor_parallel_size)
-    loaded = _load(folder, target, config, mesh)
+    if target_params is None:
+        loaded = _load(folder, target, config, mesh)
+    else:
+        loaded = Model(target, dict(target_params), load_kv_scales(folder, target))
     return frontend, Engine(
         loaded,
         None if draft_folder is None or draft is None else _load_draft(draft_folder, draft, loaded, config, mesh),

@@ -26,6 +26,8 @@ class LLM:
     Args:
         model: a folder, or a Hugging Face Hub id, of a Qwen3 or Llama model; None serves the embedded pair.
         draft_model: the same of its DFlash drafter; None decodes one token a pass.
+        target_params: the model's parameters where they are on the devices already, as in training: dtype and shardings
+            must be the engine's. None loads them.
         options: see `EngineArgs`.
 
     Raises:
@@ -33,8 +35,15 @@ class LLM:
         CheckpointError: a folder, file or tensor is missing, damaged or surplus.
     """
 
-    def __init__(self, model: str | Path | None = None, draft_model: str | Path | None = None, **options: Any):
-        self.frontend, self.engine = load(model, draft_model, EngineArgs.of(options))
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        draft_model: str | Path | None = None,
+        *,
+        target_params: Mapping[str, Any] | None = None,
+        **options: Any,
+    ):
+        self.frontend, self.engine = load(model, draft_model, EngineArgs.of(options), target_params)
         self.config, self.tokenizer = self.engine.config, self.frontend.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -194,7 +194,7 @@ class Stubs:
     def prefill(self, program, params, slots, caches, chunk):
         slots, caches = self._dispatch((params, chunk), (slots, caches))
         rows, width = chunk.tokens.shape
-        return slots, caches, ready(rows, width, 1), ready(rows, 1, 1)
+        return slots, caches, ready(rows, 1, 1), ready(rows, width, 1)
 
     def commit(self, program, params, slots, controls, rows, hidden, block, sampler, allowed, needed):
         slots, controls = self._dispatch((params, rows, hidden, block, sampler, allowed), (slots, controls))

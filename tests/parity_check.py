@@ -30,6 +30,16 @@ class Target:
         """Logits [B, T, V], hidden states [L, B, T, D] and the cache after the tokens."""
         return _run(self.params, jnp.asarray(tokens), jnp.asarray(positions), cache, config=self.config)
 
+    def captured(self, reference):
+        """Vectors whose hidden states are those of `output_hidden_states`: the last one comes after the final norm.
+
+        The stored vectors have it before the norm, which is computed here in float64 without any code of ours.
+        """
+        last = reference["hidden_states"][-1].astype(np.float64)
+        scale = np.sqrt(np.square(last).mean(axis=-1, keepdims=True) + self.config.rms_norm_eps)
+        normed = (last / scale * np.asarray(self.params["norm"], np.float64)).astype(np.float32)
+        return reference | {"hidden_states": np.concatenate([reference["hidden_states"][:-1], normed[None]])}
+
 
 @partial(jax.jit, static_argnames="config")
 def _run(params, tokens, positions, cache, *, config: TargetConfig):

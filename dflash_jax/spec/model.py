@@ -79,7 +79,8 @@ class DraftConfig(DecoderConfig):
 
     Attributes:
         block_size: G, the anchor and the G-1 tokens drafted in one pass.
-        target_layer_ids: taps; id i is the residual output of target layer i (Hugging Face `hidden_states[i+1]`).
+        target_layer_ids: taps; id i is the output of target layer i as Hugging Face has it in
+            `hidden_states[i+1]`: the residual stream and, for the last layer, the final hidden state after the norm.
         mask_token_id: the token whose target embedding fills the undrafted positions.
         target_hidden_size: D of the target.
         draft_vocab_size: rows of the drafter's own head, None when it uses the target's.

@@ -6,17 +6,15 @@ import argparse
 import inspect
 import re
 import sys
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from dflash_jax.base.errors import ConfigError, DFlashError
-from dflash_jax.train.config import TrainConfig, options_of
+from dflash_jax.train.config import TrainConfig, option_kinds, options_of
 from dflash_jax.train.loop import train
-
-LISTS = ("data", "layer_types", "target_layer_ids")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -27,28 +25,23 @@ def build_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--config", type=Path, help="preset: a YAML file of these options; flags come before it")
-    helps = _attribute_docs()
+    helps, kinds = _attribute_docs(), option_kinds()
     for field in fields(TrainConfig):
         default = "" if field.default is MISSING or field.default is None else f" (default: {field.default})"
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
-            type=_type_of(field),
-            nargs="+" if field.name in LISTS else None,
+            type=kinds[field.name].type,
+            nargs="+" if kinds[field.name].is_list else None,
             help=(helps[field.name] + default).replace("%", "%%"),
         )
     return parser
 
 
-def _type_of(field: Field[Any]) -> type:
-    kind = str(field.type)
-    return next((t for name, t in (("int", int), ("float", float)) if re.search(rf"\b{name}\b", kind)), str)
-
-
 def _attribute_docs() -> dict[str, str]:
-    """What the docstring of `TrainConfig` says of each field."""
+    """The help of each flag: what the docstring of `TrainConfig` says of the field."""
     text = inspect.getdoc(TrainConfig) or ""
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE)
-    return {name: " ".join(said.split()) for name, said in entries}
+    return {name: " ".join(words.split()) for name, words in entries}
 
 
 def parse(arguments: list[str] | None = None) -> TrainConfig:
@@ -57,10 +50,10 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
     Raises:
         ConfigError: the preset cannot be read, or an option is unknown, missing or impossible.
     """
-    given = vars(build_parser().parse_args(arguments))
-    path = given.pop("config", None)
+    flags = vars(build_parser().parse_args(arguments))
+    path = flags.pop("config", None)
     preset = {} if path is None else options_of(_read_preset(path), path)
-    options = preset | {name: tuple(value) if name in LISTS else value for name, value in given.items()}
+    options = preset | {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
     missing = [name for name in ("target", "data", "out") if name not in options]
     if missing:
         raise ConfigError(f"--{missing[0]} is missing; give it as a flag or in the preset.")

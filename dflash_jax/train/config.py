@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+import contextlib
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.spec import DraftConfig, TargetConfig
@@ -55,7 +58,8 @@ class TrainConfig:
         log_every: steps between lines of the log.
         save_every: steps between checkpoints.
         eval_every: steps between measurements of the acceptance length by the engine; 0 measures at the end only.
-        eval_samples: samples held out of training for that; 0 measures nothing.
+        eval_samples: samples held out of training for that; 0 measures nothing, None takes a tenth of the data, at most
+            64.
         eval_max_tokens: tokens generated for each.
     """
 
@@ -93,7 +97,7 @@ class TrainConfig:
     log_every: int = 10
     save_every: int = 500
     eval_every: int = 500
-    eval_samples: int = 64
+    eval_samples: int | None = None
     eval_max_tokens: int = 128
 
     def __post_init__(self) -> None:
@@ -110,8 +114,9 @@ class TrainConfig:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be positive.")
         for name in ("weight_decay", "eval_every", "eval_samples", "seed"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 0.")
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{name}={value} must be at least 0.")
         for name in ("min_learning_rate", "warmup_ratio", "dpace_alpha"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must lie between 0 and 1.")
@@ -177,14 +182,67 @@ def draft_config_of(config: TrainConfig, target: TargetConfig, mask_token_id: in
 
 
 def options_of(raw: dict[str, Any], where: str | Path) -> dict[str, Any]:
-    """Options as a preset names them, lists as tuples.
+    """Options of a preset, by name, in the types of `TrainConfig`; lists become tuples.
+
+    Args:
+        raw: the preset; names may have hyphens in place of underscores.
+        where: names the preset in errors.
 
     Raises:
-        ConfigError: one is unknown.
+        ConfigError: an option is unknown, or its value is of another type.
     """
-    known = {field.name for field in fields(TrainConfig)}
-    options = {name.replace("-", "_"): value for name, value in raw.items()}
+    known = option_kinds()
+    options = {str(name).replace("-", "_"): value for name, value in raw.items()}
     for name in options:
         if name not in known:
             raise ConfigError(f"{where}: there is no option {name!r}; known are {', '.join(sorted(known))}.")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    return {name: _converted(known[name], value, f"{where}: {name}={value!r}") for name, value in options.items()}
+
+
+def option_kinds() -> dict[str, OptionKind]:
+    """The kind of each option, by name."""
+    return {name: OptionKind.of(hint) for name, hint in get_type_hints(TrainConfig).items()}
+
+
+class OptionKind(NamedTuple):
+    """What an option holds.
+
+    Attributes:
+        type: `int`, `float` or `str`; of a list, of its elements.
+        is_list: whether it holds several.
+        is_optional: whether it may be None.
+    """
+
+    type: type
+    is_list: bool
+    is_optional: bool
+
+    @staticmethod
+    def of(hint: Any) -> OptionKind:
+        """The kind that a type annotation of `TrainConfig` says."""
+        is_optional = get_origin(hint) in (Union, UnionType)
+        kind = next(part for part in get_args(hint) if part is not NoneType) if is_optional else hint
+        is_list = get_origin(kind) is tuple
+        element = get_args(kind)[0] if is_list else kind
+        return OptionKind(str if get_origin(element) is Literal else element, is_list, is_optional)
+
+
+def _converted(kind: OptionKind, value: Any, what: str) -> Any:
+    """A value of a YAML file as its option holds it; YAML reads `1e-3`, which has no dot, as a string.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
+    if value is None and kind.is_optional:
+        return None
+    if kind.is_list:
+        element = kind._replace(is_list=False, is_optional=False)
+        return tuple(_converted(element, item, what) for item in (value if isinstance(value, list) else [value]))
+    if kind.type is float:
+        with contextlib.suppress(TypeError, ValueError):
+            if not isinstance(value, bool) and math.isfinite(number := float(value)):
+                return number
+    elif isinstance(value, kind.type) and not isinstance(value, bool):
+        return value
+    names = {int: "an integer", float: "a number", str: "a text"}
+    raise ConfigError(f"{what} must be {names[kind.type]}; correct the value.")

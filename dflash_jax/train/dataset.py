@@ -14,6 +14,7 @@ from dflash_jax.train.data.shards import Sample
 from dflash_jax.train.objective import Batch
 
 BUCKETS = 4  # lengths that batches are padded to: quarters of max_length
+DEFAULT_EVAL_SAMPLES = 64  # at most: as many as the measuring engine decodes side by side
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,25 @@ class Dataset:
         ids = self.tokens[self.starts[i] : self.starts[i + 1]].tolist()
         return Sample(tuple(ids[: self.prompts[i]]), tuple(ids[self.prompts[i] :]))
 
-    def split(self, held_out: int, seed: int) -> tuple[Dataset, list[Sample]]:
-        """The data without some random samples, and these.
+    def split(self, eval_samples: int | None, seed: int) -> tuple[Dataset, list[Sample]]:
+        """Hold random samples out of training.
+
+        Args:
+            eval_samples: how many; None takes a tenth of the samples, at most `DEFAULT_EVAL_SAMPLES`.
+            seed: decides which.
+
+        Returns:
+            The data to train on, and the samples held out.
 
         Raises:
-            ConfigError: nothing would be left.
+            ConfigError: eval_samples leaves nothing to train on.
         """
+        held_out = min(DEFAULT_EVAL_SAMPLES, len(self) // 10) if eval_samples is None else eval_samples
         if held_out >= len(self):
-            raise ConfigError(f"eval_samples={held_out} leaves nothing of {len(self)} samples to train on; lower it.")
+            raise ConfigError(
+                f"eval_samples={held_out} leaves nothing of {len(self)} samples to train on; give less than "
+                f"{len(self)}, or leave it out to hold out a tenth."
+            )
         out = np.random.default_rng([seed, 0]).permutation(len(self))[:held_out]
         kept = np.setdiff1d(np.arange(len(self)), out)
         pieces = [self.tokens[self.starts[i] : self.starts[i + 1]] for i in kept]
@@ -101,7 +113,9 @@ class Batches:
         """Tokens, rows and anchors of each shape, shortest first."""
         lengths = sorted({-(-self.max_length * quarter // BUCKETS) for quarter in range(1, BUCKETS + 1)})
         rows = [self.batch_tokens // length // self.multiple_of * self.multiple_of for length in lengths]
-        return [(T, B, -(-self.num_anchors * T // self.max_length)) for T, B in zip(lengths, rows, strict=True)]
+        # A sequence of T tokens has fewer than T anchors, and `draw_anchors` draws at most T.
+        anchors = [min(-(-self.num_anchors * length // self.max_length), length) for length in lengths]
+        return list(zip(lengths, rows, anchors, strict=True))
 
     @property
     def used_shapes(self) -> list[tuple[int, int, int]]:

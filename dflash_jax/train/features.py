@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float, Shaped, UInt32
 
 from dflash_jax.progress import phase
 from dflash_jax.spec import TargetConfig
@@ -39,7 +39,8 @@ class FeatureCache:
         dtype = jax.tree.leaves(params)[0].dtype
         digest = hashlib.sha256(dataset.tokens.tobytes() + dataset.starts.tobytes())
         digest.update(repr((target, taps, str(dtype))).encode())
-        digest.update(np.asarray(params["embed_tokens"][:64]).tobytes())
+        for path, array in jax.tree_util.tree_leaves_with_path(params):
+            digest.update(f"{jax.tree_util.keystr(path)} {array.shape} {checksum(array).tolist()}".encode())
         shape = (len(dataset.tokens), len(taps) * target.hidden_size)
         path, said = folder / f"{digest.hexdigest()[:16]}.bin", {"shape": shape, "dtype": str(dtype)}
         cache = FeatureCache(
@@ -64,6 +65,21 @@ class FeatureCache:
     def _keep(self, samples: np.ndarray, batch: Batch, features: np.ndarray) -> None:
         for row, (i, length) in enumerate(zip(samples, batch.lengths, strict=False)):
             self.rows[self.starts[i] : self.starts[i] + length] = features[row, :length]
+
+
+@jax.jit
+def checksum(array: Shaped[Array, "*shape"]) -> UInt32[Array, "2"]:
+    """Two sums over all bits of an array, each element weighted by its position.
+
+    Every weight counts, so that a target that was fine-tuned with frozen embeddings is another target; and the devices
+    read their own shards only, which takes no longer than one token's pass through the model.
+    """
+    bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}")).astype(jnp.uint32)
+    position = jnp.zeros(array.shape, jnp.uint32)
+    for axis, length in enumerate(array.shape):  # of the flat array, without the gather that flattening a shard takes
+        position = position * jnp.uint32(length) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+    weights = (2 * position + 1, position * jnp.uint32(0x9E3779B1) ^ (position >> 15))  # the first are odd
+    return jnp.stack([jnp.sum(bits * weight, dtype=jnp.uint32) for weight in weights])
 
 
 def _map(path: Path, mode: str, dtype: np.dtype, shape: tuple[int, int]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A training run: load, go on where it was left, step, measure, save, and write the best drafter."""
+"""A training run: load, resume, step, measure, save, and write the best drafter."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.parallel.platform import enable_compilation_cache
-from dflash_jax.progress import Phase, announce, phase
-from dflash_jax.spec import DraftConfig, TargetConfig, check_draft_fits, draft_config, read_json, target_config
+from dflash_jax.progress import Phase, phase
 from dflash_jax.text.tokenizer import Tokenizer
 from dflash_jax.train.checkpoints import Checkpoints, claim
-from dflash_jax.train.config import MASK_TOKENS, TrainConfig, draft_config_of
+from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data.shards import Sample, read_jsonl, read_shards
 from dflash_jax.train.dataset import Batches, Dataset
 from dflash_jax.train.evaluation import Evaluator
 from dflash_jax.train.features import FeatureCache
 from dflash_jax.train.logs import Logs
 from dflash_jax.train.objective import Batch, Measured
+from dflash_jax.train.pace import deadline_of, make_pace, refuse_too_few_minutes
+from dflash_jax.train.pair import Pair, load_pair, write_draft
 from dflash_jax.train.state import (
     TrainState,
     compile_step,
@@ -37,45 +35,31 @@ from dflash_jax.train.state import (
     make_mesh,
     make_optimizer,
     make_step,
-    place,
     put_batch,
 )
-from dflash_jax.weights.export import draft_raw_config, save_model
-from dflash_jax.weights.folder import resolve_folder
-from dflash_jax.weights.loader import Params, load_params
+from dflash_jax.weights.loader import Params
 
-
-@dataclass(frozen=True)
-class Pair:
-    """A target with its parameters, and the drafter to train for it."""
-
-    folder: Path
-    target: TargetConfig
-    params: Params
-    draft: DraftConfig
-    draft_params: Params | None
+Stepper = Callable[[TrainState, np.ndarray, Batch, float], tuple[TrainState, Measured]]
 
 
 def train(config: TrainConfig) -> Path:
-    """Train a drafter, or go on with one; returns the folder it was written to.
+    """Train a drafter, or resume the run that the folder holds; returns the folder it was written to.
 
     Raises:
         ConfigError: an option, the data or the drafter does not fit.
         CheckpointError: the target, or a checkpoint, cannot be loaded.
     """
-    deadline = None if config.minutes is None else time.monotonic() + 60 * config.minutes
+    deadline = deadline_of(config.minutes)
     with phase("starting the devices"):
         enable_compilation_cache()
         mesh, out = make_mesh(config), Path(config.out)
     pair = load_pair(config, mesh)
-    with phase("reading samples") as now:
-        samples = now.over(read_samples(config, Tokenizer.of(pair.folder)))
-        dataset, held_out = Dataset.of(samples, config.max_length).split(config.eval_samples, config.seed)
+    dataset, held_out = read_data(config, pair)
     batches = Batches(
         dataset, config.max_length, config.batch_tokens, config.data_parallel_size, config.num_anchors, config.seed
     )
     steps = batches.per_epoch * config.epochs if deadline is None else None
-    claim(out / "training", config.identity | {"steps": steps})
+    claim(out / "training", config.identity | {"steps": steps, "eval_samples": len(held_out)})
     checkpoints = Checkpoints(out / "training" / "checkpoints")
     first = checkpoints.latest or 0
     with contextlib.closing(checkpoints):
@@ -84,28 +68,17 @@ def train(config: TrainConfig) -> Path:
             state = init_state(pair.draft, optimizer, mesh, config.seed, pair.draft_params)
             if first:
                 state = checkpoints.restore(first, state)
-        step_of = _compiled(config, pair, optimizer, batches, state, mesh)
+        stepper = _compiled(config, pair, optimizer, batches, state, mesh)
+        scorer = Scorer(config, pair, held_out)
+        if config.minutes is not None and deadline is not None:
+            reserved = scorer.rehearse(state.params)
+            if not first:
+                refuse_too_few_minutes(config.minutes, deadline, reserved)
+            deadline -= reserved
         what = "training steps" if config.minutes is None else f"training steps in {config.minutes:g} minutes"
         with phase(what, steps, first=first) as now, Logs(out / "training", now) as logs:
-            score_of = _scores(config, pair, held_out, logs, now)
             pace = make_pace(steps, deadline, float(state.progress))
-            step, progress, coming = first, pace(first + 1), batches.after(first)
-            while progress < 1 and step < (config.stop_at or math.inf):
-                samples_of, batch = next(coming)
-                state, measured = step_of(state, samples_of, batch, progress)
-                step += 1
-                logs.advance(int(batch.lengths.sum()))
-                rate, progress = learning_rate(config, progress), pace(step + 1)
-                last = progress >= 1 or step == config.stop_at
-                if step % config.log_every == 0 or last:
-                    logs.train(step, measured, float(rate))
-                try:
-                    score = score_of(step, state.params, progress >= 1)
-                except Exception:  # what was learnt since the last checkpoint is worth more than its measure
-                    checkpoints.save(step, state, None)
-                    raise
-                if score is not None or step % config.save_every == 0 or last:
-                    checkpoints.save(step, state, score)
+            state = run_steps(config, stepper, scorer, batches, checkpoints, state, first, pace, logs, now)
         with phase("writing the drafter"):
             best = checkpoints.wait().best
             if best is None:
@@ -114,82 +87,121 @@ def train(config: TrainConfig) -> Path:
     return out
 
 
-def make_pace(steps: int | None, deadline: float | None, before: float) -> Callable[[int], float]:
-    """The share of a run that is behind it when a step begins: of its steps, or of its time.
-
-    Args:
-        steps: of the whole run; None if time decides.
-        deadline: when it ends, as `time.monotonic` counts; None if steps decide.
-        before: the share that earlier starts had done; time counts from now on.
-    """
-    if steps is not None:
-        return lambda step: (step - 1) / steps
-    assert deadline is not None
-    began, ends = time.monotonic(), deadline
-    return lambda step: before + (1 - before) * (time.monotonic() - began) / max(ends - began, 1e-9)
-
-
-def load_pair(config: TrainConfig, mesh: jax.sharding.Mesh) -> Pair:
-    """The target in the dtype to compute in, split over `tp`, and the drafter to train.
+def read_data(config: TrainConfig, pair: Pair) -> tuple[Dataset, list[Sample]]:
+    """The samples to train on, and those held out.
 
     Raises:
-        ConfigError: a configuration does not fit.
-        CheckpointError: a folder, file or tensor is missing, damaged or surplus.
+        ConfigError: a file cannot be read, or its samples do not fit the target or the options.
     """
-    announce("finding the models")
-    folder = resolve_folder(config.target)
-    draft_folder = None if config.draft_model is None else resolve_folder(config.draft_model)
-    with phase("loading the models"):
-        return _load_pair(config, mesh, folder, draft_folder)
+    with phase("reading samples") as now:
+        samples = now.over(read_samples(config, Tokenizer.of(pair.folder), pair.target.vocab_size))
+        dataset, held_out = Dataset.of(samples, config.max_length).split(config.eval_samples, config.seed)
+        if config.eval_samples is None:
+            now.say(
+                f"holding out {len(held_out)} of {len(dataset) + len(held_out)} samples to measure the drafter with"
+            )
+    return dataset, held_out
 
 
-def _load_pair(config: TrainConfig, mesh: jax.sharding.Mesh, folder: Path, draft_folder: Path | None) -> Pair:
-    path = folder / "config.json"
-    target = target_config(read_json(path), str(path))
+def read_samples(config: TrainConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Iterator[Sample]:
+    """All samples of the folders and files that `data` names, one after another.
 
-    def where(axes: tuple[str, ...], shape: tuple[int, ...]) -> jax.sharding.Sharding:
-        return place(mesh, axes, shape)
-
-    draft_params = None
-    if draft_folder is None:
-        draft = draft_config_of(config, target, mask_token_of(config, target, folder))
-    else:
-        path = draft_folder / "config.json"
-        draft = draft_config(read_json(path), str(path), num_target_layers=target.num_hidden_layers)
-        draft_params = load_params(draft_folder, draft, jnp.float32, where)
-    check_draft_fits(target, draft, str(path))
-    if draft.draft_vocab_size is not None:
-        raise ConfigError(
-            f"{path}: draft_vocab_size={draft.draft_vocab_size}, and heads of drafters are not trained here; use a "
-            "drafter that shares its target's head."
-        )
-    return Pair(folder, target, load_params(folder, target, jnp.dtype(config.dtype), where), draft, draft_params)
+    Raises:
+        ConfigError: a file cannot be read, or a token id lies outside of the target's vocabulary.
+    """
+    for name in config.data:
+        path = Path(name)
+        samples = read_shards(path) if path.is_dir() else read_jsonl(path, tokenizer)
+        for number, sample in enumerate(samples, start=1):
+            # JAX clamps an index that lies outside of an array: unchecked, another token would be trained on.
+            ids = (*sample.prompt_token_ids, *sample.token_ids)
+            for extreme in (max(ids, default=0), min(ids, default=0)):
+                if not 0 <= extreme < vocab_size:
+                    raise ConfigError(
+                        f"{path}, sample {number} holds token id {extreme} and the target's vocabulary has "
+                        f"{vocab_size} tokens; give data that was tokenised for this target."
+                    )
+            yield sample
 
 
-def mask_token_of(config: TrainConfig, target: TargetConfig, folder: Path) -> int:
-    """The token whose embedding stands where nothing is drafted yet."""
-    if config.mask_token_id is not None:
-        return config.mask_token_id
-    tokenizer = Tokenizer.of(folder)
-    if tokenizer is not None:
-        known = (tokenizer.token_id(name) for name in MASK_TOKENS)
-        return next((token for token in known if token is not None), target.vocab_size - 1)
-    return target.vocab_size - 1
+def run_steps(
+    config: TrainConfig,
+    stepper: Stepper,
+    scorer: Scorer,
+    batches: Batches,
+    checkpoints: Checkpoints,
+    state: TrainState,
+    step: int,
+    pace: Callable[[int], float],
+    logs: Logs,
+    now: Phase,
+) -> TrainState:
+    """Run steps from number `step` until `pace` says that the run is done, or `stop_at`; log, measure and save.
+
+    The host is at most one step ahead of the devices: enough to keep them busy, and the clock that `pace` reads then
+    tells when steps ran, not when they were enqueued.
+    """
+    progress, coming, before = pace(step + 1), batches.after(step), None
+    while progress < 1 and step < (config.stop_at or math.inf):
+        samples, batch = next(coming)
+        state, measured = stepper(state, samples, batch, progress)
+        if before is not None:
+            jax.block_until_ready(before.loss)
+        before = measured
+        step += 1
+        logs.advance(int(batch.lengths.sum()))
+        done, progress = progress, pace(step + 1)
+        last = progress >= 1 or step == config.stop_at
+        if step % config.log_every == 0 or last:
+            logs.train(step, measured, float(learning_rate(config, done)))
+        try:
+            score = scorer(step, state.params, logs, now, finished=progress >= 1)
+        except Exception:  # what was learnt since the last checkpoint is worth more than its measure
+            checkpoints.save(step, state, None)
+            raise
+        if score is not None or step % config.save_every == 0 or last:
+            checkpoints.save(step, state, score)
+        if score is not None and not last:
+            progress = pace(step + 1)  # a run by the clock may have ended while it was measured
+    return state
 
 
-def read_samples(config: TrainConfig, tokenizer: Tokenizer | None) -> Iterator[Sample]:
-    """Everything that `data` names."""
-    return chain.from_iterable(
-        read_shards(Path(path)) if Path(path).is_dir() else read_jsonl(Path(path), tokenizer) for path in config.data
-    )
+class Scorer:
+    """Measures the acceptance length after those steps that ask for it, as it will be served.
 
+    Args:
+        config: options of the run.
+        pair: target and drafter.
+        held_out: samples to measure with; none measures nothing.
+    """
 
-def write_draft(folder: Path, pair: Pair, params: Params) -> None:
-    """Write a drafter as `LLM`, vLLM and the reference implementation load it: bfloat16, a row of names a tensor."""
-    raw = draft_raw_config(
-        pair.draft, pair.target.num_hidden_layers, max_position_embeddings=pair.target.max_position_embeddings
-    )
-    save_model(folder, raw, pair.draft, jax.device_get(params), "bfloat16")
+    def __init__(self, config: TrainConfig, pair: Pair, held_out: list[Sample]):
+        self._config, self._pair, self._held_out = config, pair, held_out
+        self._evaluator = Evaluator(config, pair, held_out)
+        self._folder = Path(config.out) / "training" / "evaluated"
+
+    def rehearse(self, params: Params) -> float:
+        """Compile what a measurement needs; returns the seconds to keep for the one at the end of a run."""
+        if not self._held_out:
+            return 0.0
+        with phase("rehearsing the evaluation") as now:
+            began = time.perf_counter()
+            write_draft(self._folder, self._pair, params)
+            written = time.perf_counter() - began
+            measured = self._evaluator.rehearse(self._folder, now)
+            shutil.rmtree(self._folder)
+        return measured + 2 * written  # the engine reads what was written
+
+    def __call__(self, step: int, params: Params, logs: Logs, now: Phase, *, finished: bool) -> float | None:
+        """The acceptance length after a step; None after steps that are not measured."""
+        every = self._config.eval_every
+        if not self._held_out or not (finished or (every and step % every == 0)):
+            return None
+        write_draft(self._folder, self._pair, params)
+        values = self._evaluator(self._folder, now)
+        shutil.rmtree(self._folder)
+        logs.eval(step, values)
+        return values["acceptance_length"]
 
 
 def _compiled(
@@ -199,8 +211,8 @@ def _compiled(
     batches: Batches,
     state: TrainState,
     mesh: jax.sharding.Mesh,
-) -> Callable[[TrainState, np.ndarray, Batch, float], tuple[TrainState, Measured]]:
-    """The step as a function of state, samples, their batch and the share of the run that is done."""
+) -> Stepper:
+    """The compiled step as a function of state, samples, their batch and the share of the run that is done."""
     features = None
     if config.feature_cache:
         folder = Path(config.feature_cache)
@@ -216,22 +228,3 @@ def _compiled(
         return run(state, put_batch(batch, mesh), pair.params, known, np.float32(progress))
 
     return step
-
-
-def _scores(
-    config: TrainConfig, pair: Pair, held_out: list[Sample], logs: Logs, now: Phase
-) -> Callable[[int, Params, bool], float | None]:
-    """Measures the acceptance length after those steps that ask for it; None after the others."""
-    evaluator = Evaluator(config, pair.folder, held_out)
-    folder = Path(config.out) / "training" / "evaluated"
-
-    def score(step: int, params: Params, finished: bool) -> float | None:
-        if not held_out or not (finished or (config.eval_every and step % config.eval_every == 0)):
-            return None
-        write_draft(folder, pair, params)  # measured is what will be served
-        values = evaluator(folder, now)
-        shutil.rmtree(folder)
-        logs.eval(step, values)
-        return values["acceptance_length"]
-
-    return score

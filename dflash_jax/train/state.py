@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -69,12 +70,18 @@ def shardings(mesh: Mesh, config: DraftConfig) -> Params:
     return build(parameters, lambda parameter: place(mesh, parameter.axes, parameter.shape))
 
 
-def learning_rate(config: TrainConfig, progress: float | np.float32 | Array) -> Array:
-    """Warm-up and cosine, where a share of the run, 0 to 1, is done."""
+def learning_rate(config: TrainConfig, progress: Any, xp: ModuleType = np) -> Any:
+    """Linear warm-up, then a cosine down to min_learning_rate.
+
+    Args:
+        config: options of the run.
+        progress: share of the run that is done, 0 to 1.
+        xp: `numpy` on the host, `jax.numpy` inside of a jitted function.
+    """
     warm = max(config.warmup_ratio, 1e-9)
-    falling = 0.5 * (1 + jnp.cos(jnp.pi * (progress - warm) / max(1 - warm, 1e-9)))
-    least = config.min_learning_rate
-    return config.learning_rate * jnp.where(progress < warm, progress / warm, least + (1 - least) * falling)
+    cosine = 0.5 * (1 + xp.cos(xp.pi * (progress - warm) / max(1 - warm, 1e-9)))
+    lowest = config.min_learning_rate
+    return config.learning_rate * xp.where(progress < warm, progress / warm, lowest + (1 - lowest) * cosine)
 
 
 def make_optimizer(config: TrainConfig, draft: DraftConfig) -> optax.GradientTransformation:
@@ -174,7 +181,7 @@ def make_step(
         features = target_features(frozen, target, taps, batch.tokens) if known is None else known
         gradients, measured = jax.grad(loss, has_aux=True)(state.params, batch, frozen, features)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-        rate = learning_rate(config, progress)
+        rate = learning_rate(config, progress, jnp)
         params = jax.tree.map(lambda param, update: param - rate * update, state.params, updates)
         return TrainState(params, optimizer_state, jnp.float32(progress)), measured
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from scripts.make_parity_vectors import load_model, outputs, random_ids, random_weights, write_model
-from tests.parity_check import Target, check, chunked, whole
+from tests.parity_check import TOLERANCE, Target, check, chunked, error, whole
 
 pytestmark = pytest.mark.parity
 
@@ -120,6 +120,11 @@ def test_target_equals_transformers(raw, seed, saved_by_transformers, sharded):
         input_ids = random_ids(raw["vocab_size"], seed, (2, 17))
         reference = {"input_ids": input_ids, **outputs(model, input_ids)}
         target = Target(folder)
+        with torch.no_grad():
+            theirs = model(torch.from_numpy(input_ids).long(), use_cache=False, output_hidden_states=True).hidden_states
+    reference = target.captured(reference)
+    for ours, hidden in zip(reference["hidden_states"], theirs[1:], strict=True):
+        assert error(ours, hidden.numpy()) <= TOLERANCE
     assert np.isfinite(reference["logits"]).all()
     check(whole(target, input_ids), reference, f"in one call, {json.dumps(raw)}")
     check(chunked(target, input_ids), reference, f"through the cache, {json.dumps(raw)}")

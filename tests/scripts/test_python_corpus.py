@@ -3,12 +3,17 @@
 import email
 import json
 import lzma
+import subprocess
+import zipfile
 
 import pytest
 from python_corpus import (
+    BENCHMARKS,
+    HELD_OUT,
     SKIPPED,
     Document,
     Selection,
+    fetch,
     flaw,
     home_page,
     stated_licence,
@@ -130,3 +135,25 @@ def test_what_is_written_is_the_same_each_time(tmp_path):
     assert (said["files"], said["characters"]) == (1, 8)
     with lzma.open(tmp_path / "a.xz", "rt", encoding="utf-8") as lines:
         assert [json.loads(line) for line in lines] == [{"package": "package", "path": "a.py", "text": "x = 'ü'\n"}]
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """The one place where pip looks for wheels: it has a held-out package, but not the wheel that was published."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "tinydb-4.9.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tinydb-4.9.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tinydb\nVersion: 4.9.0\n")
+        wheel.writestr("tinydb-4.9.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def test_a_wheel_with_another_hash_is_refused(index, tmp_path, capfd):
+    (pinned,) = (requirement for requirement in HELD_OUT if requirement.startswith("tinydb"))
+    assert [path.name for path in fetch([pinned.split()[0]], tmp_path / "a")] == ["tinydb-4.9.0-py3-none-any.whl"]
+    with pytest.raises(subprocess.CalledProcessError):
+        fetch([pinned], tmp_path / "b")
+    assert "DO NOT MATCH THE HASHES" in capfd.readouterr().err
+    assert all(" --hash=sha256:" in requirement for requirement in (*HELD_OUT, *BENCHMARKS))

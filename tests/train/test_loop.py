@@ -14,17 +14,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from dflash_jax import LLM, ConfigError, SamplingParams
-from dflash_jax.train import loop
+from dflash_jax import LLM, ConfigError, SamplingParams, frontend
+from dflash_jax.train import loop, pace
 from dflash_jax.train.checkpoints import Checkpoints
 from dflash_jax.train.command import parse
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data.shards import Sample
-from dflash_jax.train.evaluation import BEGINNING, prompt_of
-from dflash_jax.train.loop import load_pair, make_pace, train
+from dflash_jax.train.dataset import Batches, Dataset
+from dflash_jax.train.evaluation import BEGINNING, engine_params, prompt_of
+from dflash_jax.train.features import FeatureCache, checksum
+from dflash_jax.train.logs import Logs
+from dflash_jax.train.loop import train
+from dflash_jax.train.pace import make_pace
+from dflash_jax.train.pair import load_pair, write_draft
 from dflash_jax.train.state import init_state, learning_rate, make_mesh, make_optimizer
 from tests.phases import phases
 
@@ -104,6 +111,46 @@ def test_it_learns_its_data_by_heart(data, tmp_path):
     assert list((folder / "training").glob("events.*"))
 
 
+def test_sequences_may_be_shorter_than_the_anchors_asked_for(data, tmp_path):
+    config = config_of(data, tmp_path / "draft", num_anchors=512, epochs=1)  # of sequences of at most 64 tokens
+    assert weights(train(config))
+
+
+def test_samples_held_out_by_default_are_a_tenth_of_a_small_data_set(data, tmp_path, monkeypatch, capsys):
+    measured = []
+    monkeypatch.setattr(loop, "Evaluator", lambda config, folder, samples: measured.append(samples) or zero_length)
+    train(config_of(data, tmp_path / "draft", eval_samples=None))  # the file has 12 samples
+    assert [len(samples) for samples in measured] == [1]
+    assert "holding out 1 of 12 samples" in capsys.readouterr().err
+    with pytest.raises(
+        ConfigError, match="eval_samples=12 leaves nothing of 12 samples to train on; give less than 12"
+    ):
+        train(config_of(data, tmp_path / "other", eval_samples=12))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+@pytest.mark.parametrize("token", [256, -1, 2**70])
+def test_token_ids_outside_of_the_vocabulary_are_refused(tmp_path, monkeypatch, kind, token):
+    if kind == "file" and token >= 0:
+        (tmp_path / "data").write_text(json.dumps({"prompt_token_ids": [255], "token_ids": [0, token]}))
+    else:
+        (tmp_path / "data").mkdir()
+        monkeypatch.setattr(loop, "read_shards", lambda path: iter([Sample((255,), (0, token))]))
+    samples = loop.read_samples(config_of(tmp_path / "data", "out"), None, vocab_size=256)
+    with pytest.raises(ConfigError, match=f"data, sample 1 holds token id {token} and .* vocabulary has 256 tokens"):
+        list(samples)
+
+
+@pytest.mark.parametrize(("samples", "held_out"), [(1, 0), (9, 0), (10, 1), (639, 63), (640, 64), (5000, 64)])
+def test_at_most_64_samples_are_held_out_by_default(samples, held_out):
+    dataset, out = Dataset.of([Sample((), (1, 2))] * samples, 8).split(None, seed=0)
+    assert (len(dataset), len(out)) == (samples - held_out, held_out)
+
+
+def zero_length(folder, now):
+    return {"acceptance_length": 1.0}
+
+
 def test_a_text_without_a_prompt_is_completed_from_its_beginning():
     assert prompt_of(Sample((1, 2), (3,))) == {"prompt_token_ids": [1, 2]}
     assert prompt_of(Sample((), tuple(range(99)))) == {"prompt_token_ids": list(range(BEGINNING))}
@@ -127,25 +174,64 @@ def test_a_run_that_goes_on_is_the_same_bit_for_bit(data, tmp_path):
 def test_a_run_may_end_by_the_clock(data, tmp_path, monkeypatch):
     """A second passes with every look at the clock, and the learning rate falls with it."""
     ticks = count()
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     config = config_of(data, tmp_path / "draft", minutes=0.2, warmup_ratio=0.0)
     train(config)
     log = log_of(tmp_path / "draft")
-    began, ended = 2, 12  # the deadline is made of the first look, the pace of the second
-    shares = [n / (ended - began + 1) for n in range(1, len(log) + 1)]
-    assert len(log) == ended - began
+    began, ended = 2, 12  # the first look makes the deadline, the third begins the pace
+    shares = [n / (ended - began) for n in range(1, ended - began)]
+    assert len(log) == len(shares)
     expected = [float(learning_rate(config, share)) for share in shares]
     assert [line["learning_rate"] for line in log] == pytest.approx(expected)
-    found = weights(tmp_path / "draft")
+    written = weights(tmp_path / "draft")
     train(config_of(data, tmp_path / "draft", minutes=1e-3, warmup_ratio=0.0))  # another start may have other minutes
-    assert weights(tmp_path / "draft") == found
+    assert weights(tmp_path / "draft") == written
+
+
+class TimedEvaluator:
+    """Stands for the evaluation of a drafter on a clock of its own."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds, self.calls = clock, seconds, 0
+
+    def rehearse(self, folder, now):
+        return self.seconds
+
+    def __call__(self, folder, now):
+        self.clock[0] += self.seconds
+        self.calls += 1
+        return {"acceptance_length": 1.0}
+
+
+@pytest.mark.parametrize("eval_every", [0, 2, 3])
+def test_minutes_cover_the_evaluation_at_the_end(data, tmp_path, monkeypatch, eval_every):
+    """A step takes two seconds and an evaluation seven, of a minute."""
+    clock = [0.0]
+    evaluator = TimedEvaluator(clock, 7.0)
+    monkeypatch.setattr(loop, "Evaluator", lambda *args: evaluator)
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    advance = Logs.advance
+
+    def step_takes_time(logs, tokens):
+        clock[0] += 2.0
+        advance(logs, tokens)
+
+    monkeypatch.setattr(Logs, "advance", step_takes_time)
+    train(config_of(data, tmp_path / "draft", minutes=1, eval_samples=1, eval_every=eval_every))
+    assert evaluator.calls >= 1
+    assert 60 - 7 - 2 < clock[0] <= 60 + 2  # the step that was running when time was up is finished
+
+
+def test_too_few_minutes_are_refused_before_the_first_step(data, tmp_path):
+    with pytest.raises(ConfigError, match=r"minutes=0.001 leaves no time to train: loading and compilation took 0\.\d"):
+        train(config_of(data, tmp_path / "draft", minutes=1e-3))
 
 
 def test_time_goes_on_where_an_earlier_start_ended(monkeypatch):
     clock = iter([5.0, 5.0, 6.0, 9.0])
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    pace = make_pace(None, 9.0, 0.6)
-    assert [pace(step) for step in (8, 9, 10)] == pytest.approx([0.6, 0.7, 1.0])
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    done = make_pace(None, 9.0, 0.6)
+    assert [done(step) for step in (8, 9, 10)] == pytest.approx([0.6, 0.7, 1.0])
     assert [make_pace(4, None, 0.0)(step) for step in (1, 3, 5)] == [0, 0.5, 1]
 
 
@@ -212,6 +298,65 @@ def test_a_measure_that_fails_costs_nothing_that_was_learnt(data, tmp_path, monk
     assert weights(tmp_path / "draft") == weights(tmp_path / "whole")
 
 
+def test_the_measuring_engine_shares_the_target_with_training(tmp_path):
+    config = config_of("data", tmp_path, tensor_parallel_size=2)
+    pair = load_pair(config, make_mesh(config))
+    shared = engine_params(pair.params, pair.target, 2)
+    assert jax.tree.map(addresses, shared) == jax.tree.map(addresses, pair.params)
+    write_draft(tmp_path / "draft", pair, init_state(pair.draft, optax.identity(), make_mesh(config), 0).params)
+    options = {"dtype": "float32", "tensor_parallel_size": 2, "max_model_len": 64, "max_num_seqs": 2}
+    outputs = [
+        LLM(TARGET, tmp_path / "draft", target_params=params, **options).generate(
+            PROMPTS[0], SamplingParams(temperature=0, max_tokens=16)
+        )
+        for params in (shared, None)
+    ]
+    assert outputs[0][0].outputs[0].token_ids == outputs[1][0].outputs[0].token_ids
+    config = config_of("data", tmp_path)
+    assert engine_params(pair.params, pair.target, 1) is None  # a CPU's engine has a form of its own
+
+
+def addresses(array):
+    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+
+
+def test_an_evaluation_reads_the_target_from_no_file(data, tmp_path, monkeypatch):
+    folders, read = [], frontend.load_params
+    monkeypatch.setattr(frontend, "load_params", lambda *args, **kw: folders.append(args[0]) or read(*args, **kw))
+    train(config_of(data, tmp_path / "draft", tensor_parallel_size=2, stop_at=1, eval_every=1, eval_samples=1))
+    assert folders == [tmp_path / "draft" / "training" / "evaluated"]
+
+
+def test_kept_features_of_another_target_are_computed_again(tmp_path):
+    """Whatever weight differs: fine-tuning often leaves the embedding as it was."""
+    config = config_of("data", tmp_path)
+    pair = load_pair(config, make_mesh(config))
+    batches = Batches(Dataset.of([Sample((1, 2), (3, 4, 5))], 64), 64, 256, 1, 16, 0)
+    changed = jax.tree.map(lambda array: array, pair.params)
+    layer = changed["layers_1"]["mlp"]
+    layer["down_proj"] = layer["down_proj"].at[-1, -1].add(2**-6)
+    kept = [FeatureCache.of(tmp_path, pair.target, params, (2,), batches).rows for params in (pair.params, changed)]
+    assert len(list(tmp_path.glob("*.bin"))) == 2
+    assert not np.array_equal(*kept)
+    again = FeatureCache.of(tmp_path, pair.target, changed, (2,), batches).rows
+    np.testing.assert_array_equal(again, kept[1])
+    assert len(list(tmp_path.glob("*.bin"))) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checksum_sees_every_bit_and_the_order(dtype):
+    array = jax.random.normal(jax.random.key(0), (3, 5, 7)).astype(dtype)
+    seen = {tuple(checksum(array).tolist())}
+    for index in np.ndindex(array.shape):
+        seen.add(tuple(checksum(array.at[index].multiply(1 + 2**-7)).tolist()))
+    for axis in range(3):
+        seen.add(tuple(checksum(jnp.flip(array, axis)).tolist()))
+    assert len(seen) == 1 + array.size + 3
+    mesh = jax.make_mesh((3,), ("tp",), devices=jax.devices()[:3])
+    split = jax.device_put(array, jax.NamedSharding(mesh, jax.P("tp")))
+    assert checksum(split).tolist() == checksum(array).tolist()
+
+
 def test_kept_features_are_as_good_as_computed_ones(data, tmp_path):
     """Bit for bit, as users compile: the tests' flags let each program round differently."""
     kept = {"feature_cache": str(tmp_path / "features")}
@@ -235,6 +380,27 @@ def test_options_come_from_flags_before_presets(tmp_path):
         parse(["--target", "T", "--data", "D"])
     with pytest.raises(ConfigError, match="batch_tokens=10 "):
         parse(["--target", "T", "--data", "D", "--out", "O", "--batch-tokens", "10"])
+
+
+def test_values_of_a_preset_have_the_types_of_their_options(tmp_path):
+    preset, flags = tmp_path / "preset.yaml", ["--target", "T", "--out", "O"]
+    preset.write_text("learning_rate: 1e-3\nweight_decay: 0\nminutes: 5\ndata: D\ngamma: null\n")
+    config = parse(["--config", str(preset), *flags])  # YAML 1.1 has 1e-3, without a dot, for a string
+    assert (config.learning_rate, config.weight_decay, config.minutes) == (1e-3, 0.0, 5.0)
+    assert (config.data, config.gamma) == (("D",), None)
+    for line, message in {
+        "learning_rate: fast": "learning_rate='fast' must be a number",
+        "learning_rate: .nan": "learning_rate=nan must be a number",
+        "learning_rate: true": "learning_rate=True must be a number",
+        "learning_rate:": "learning_rate=None must be a number",
+        "epochs: 1.5": "epochs=1.5 must be an integer",
+        "epochs: 1e3": "epochs='1e3' must be an integer",
+        "target_layer_ids: [1, x]": "target_layer_ids=.* must be an integer",
+        "loss: 1": "loss=1 must be a text",
+    }.items():
+        preset.write_text(line)
+        with pytest.raises(ConfigError, match=message):
+            parse(["--config", str(preset), "--data", "D", *flags])
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs/train").glob("*.yaml")), ids=lambda path: path.stem)

@@ -155,6 +155,14 @@ def test_packed_blocks_are_what_each_is_alone(target, layers, extra):
         np.testing.assert_allclose(mine, true, rtol=2e-3, atol=2e-4 * float(jnp.abs(true).max()))
 
 
+def test_features_of_the_last_layer_are_the_final_hidden_states(target):
+    config, params = target
+    tokens, positions = batch_of().tokens, jnp.broadcast_to(jnp.arange(T), (2, T))
+    hidden, _, _ = TargetModel(config).bind({"params": params})(tokens, positions, empty(config, 2, T))
+    features = _features(params, config, (2, 0), tokens)
+    np.testing.assert_allclose(features[..., : config.hidden_size], hidden, rtol=1e-4, atol=1e-5)
+
+
 def test_features_are_those_of_serving(target):
     config, params = target
     tokens = batch_of().tokens
