@@ -32,10 +32,12 @@ class PagePool:
         """Pages that can be taken now, remembered ones included."""
         return len(self._free)
 
-    def take(self, number: int) -> list[int] | None:
-        """Own that many pages of unknown content; None, and nothing taken, if there are fewer."""
-        if number > len(self._free):
-            return None
+    def take(self, number: int) -> list[int]:
+        """Own that many pages of unknown content, those free for longest first.
+
+        Raises:
+            KeyError: there are fewer; ask `num_free` or `has_room` first.
+        """
         pages = []
         for _ in range(number):
             page, _ = self._free.popitem(last=False)
@@ -44,17 +46,25 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def take_known(self, hashes: Iterable[PageHash]) -> list[int]:
-        """Own the pages of the longest known beginning of a chain of hashes."""
+    def known(self, hashes: Iterable[PageHash]) -> list[int]:
+        """Pages of the longest known beginning of a chain of hashes; owns none of them."""
         pages = []
         for page_hash in hashes:
             page = self._page_of.get(page_hash)
             if page is None:
                 break
-            self._free.pop(page, None)
-            self._owners[page] += 1
             pages.append(page)
         return pages
+
+    def has_room(self, known: Iterable[int], number: int) -> bool:
+        """Whether these known pages and so many others can be owned at once."""
+        return number <= len(self._free) - sum(page in self._free for page in known)
+
+    def share(self, known: Iterable[int]) -> None:
+        """Own pages that `known` has named; others may own them too."""
+        for page in known:
+            self._free.pop(page, None)
+            self._owners[page] += 1
 
     def remember(self, page: int, page_hash: PageHash) -> None:
         """Say what an owned page holds; the first page of a hash stays the known one."""
