@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dflash_jax.state.pages import PagePool, extend_hashes
+from dflash_jax.state.pages import IntegrityError, PagePool, extend_hashes
 
 PAGES = 6
 
@@ -79,7 +79,7 @@ def test_integrity_notices_a_lost_page():
     pool = PagePool(2)
     pages = pool.take(1)
     pool.check_integrity([pages])
-    with pytest.raises(AssertionError):
+    with pytest.raises(IntegrityError, match="owned more or less"):
         pool.check_integrity([])
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from dflash_jax.engine.host.sequence import Sequence
 from dflash_jax.state.layout import Layout
-from dflash_jax.state.pages import NO_PAGE, PageHash, PagePool, extend_hashes
+from dflash_jax.state.pages import NO_PAGE, IntegrityError, PageHash, PagePool, extend_hashes
 
 
 @dataclass(eq=False)
@@ -173,15 +173,31 @@ class Scheduler:
         lost = [running.sequence for running in self.running]
         for running in list(self.running):
             self.release(running)
-        self.full, self.sliding = PagePool(self.layout.full_pages), PagePool(self.layout.sliding_pages)
+        self._forget_everything()
         self.waiting.extendleft(reversed(lost))
         return lost
 
+    def reset(self) -> None:
+        """Start the books anew while nothing runs: every page and every slot is free, the prefix cache empty."""
+        assert not self.running
+        self._forget_everything()
+        self._free_slots = list(range(len(self.full_table) - 1, -1, -1))
+
+    def _forget_everything(self) -> None:
+        self.full, self.sliding = PagePool(self.layout.full_pages), PagePool(self.layout.sliding_pages)
+
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every page is owned as often as counted, and none is lost."""
+        """Check that every page is owned as often as counted, and that no page and no slot is lost.
+
+        Raises:
+            IntegrityError: something disagrees.
+        """
         self.full.check_integrity([r.full for r in self.running])
         self.sliding.check_integrity([r.sliding for r in self.running])
-        assert len(self._free_slots) + len(self.running) == len(self.full_table), "a slot is lost"
+        if len(self._free_slots) + len(self.running) != len(self.full_table):
+            raise IntegrityError(
+                f"of {len(self.full_table)} slots {len(self._free_slots)} are free and {len(self.running)} in use"
+            )
 
     def _start(self, sequence: Sequence) -> Running | None:
         """Give a waiting sequence a slot and pages; None, and nothing changed, if there are too few pages."""
