@@ -1,4 +1,8 @@
-"""`AsyncLLM`: one engine for many callers at once, each awaiting outputs of its own. What a server is built on."""
+"""`AsyncLLM`: one engine for many callers at once, each awaiting outputs of its own.
+
+The engine's thread hands over snapshots that share what they hold; outputs are made of them in the caller's event loop.
+(The server has its engine in another process, and sends pieces: `serve/engine_link`.)
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ from typing import Any
 
 from dflash_jax.base.errors import EngineDeadError
 from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams
-from dflash_jax.engine.host.request import Request
+from dflash_jax.engine.host.request import Request, Snapshot
 from dflash_jax.engine.thread import EngineThread
 from dflash_jax.frontend import load
 from dflash_jax.options import EngineArgs
 
-MOST_QUEUED = 4096  # sequences
+MOST_QUEUED = 4096  # sequences that may wait, unless `max_num_queued_seqs` says otherwise
 logger = logging.getLogger(__name__)
 
 
@@ -33,13 +37,14 @@ class Stream:
     request_id: str
     loop: asyncio.AbstractEventLoop
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    newest: RequestOutput | Exception | None = None
+    newest: Snapshot | Exception | None = None
 
-    def put(self, output: RequestOutput | Exception) -> None:
-        """From the engine's thread."""
+    def put(self, news: Request | Exception) -> None:
+        """Take what there is of a request, or why there is no more of it; call it in the engine's thread."""
+        newest = news.snapshot() if isinstance(news, Request) else news
 
         def deliver() -> None:
-            self.newest = output
+            self.newest = newest
             self.news.set()
 
         try:
@@ -48,13 +53,13 @@ class Stream:
             logger.debug("request %s: its event loop is closed", self.request_id)
 
     async def get(self) -> RequestOutput:
-        """The newest output that has not been read."""
+        """Wait for an output that has not been read, the newest."""
         await self.news.wait()
         self.news.clear()
         assert self.newest is not None
         if isinstance(self.newest, Exception):
             raise self.newest
-        return self.newest
+        return self.newest.output()
 
 
 class AsyncLLM:
@@ -100,7 +105,7 @@ class AsyncLLM:
         # A long prompt or a grammar takes its time, which others' streams must not wait for.
         request = await loop.run_in_executor(self._intake, self.frontend.request, prompt, params, request_id)
         stream = Stream(request.request_id, loop)
-        self._thread.add(request, lambda news: stream.put(news.output() if isinstance(news, Request) else news))
+        self._thread.add(request, stream.put)
         try:
             while True:
                 output = await stream.get()

@@ -15,8 +15,8 @@ from dflash_jax.engine.host.inputs import mode_of_all
 from dflash_jax.engine.programs.planner import PlannedRound
 from dflash_jax.engine.programs.store import Program
 from dflash_jax.spec import DraftConfig, TargetConfig, draft_config, target_config
-from dflash_jax.state.dense_kv import DenseKVCache
 from dflash_jax.weights.tables import checkpoint_shape, checkpoint_table
+from tests.dense_kv import DenseKVCache
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 RECITER = Path(__file__).parent / "pair"  # knows the licence of this repository by heart

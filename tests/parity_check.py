@@ -9,8 +9,8 @@ import numpy as np
 
 from dflash_jax.models.target import TargetModel
 from dflash_jax.spec import TargetConfig, read_json, target_config
-from dflash_jax.state.dense_kv import DenseKVCache
 from dflash_jax.weights.loader import load_params
+from tests.dense_kv import DenseKVCache
 
 TOLERANCE = 1e-4
 

@@ -1,11 +1,13 @@
 """Many callers at once: each gets its own answer, may leave at any time, and is told when there is no room."""
 
 import asyncio
+import threading
 from itertools import pairwise
 
 import pytest
 
 from dflash_jax import LLM, AsyncLLM, EngineDeadError, QueueFullError, RequestError, SamplingParams
+from dflash_jax.engine.host import request as request_module
 from tests.pairs import GOLDEN, assert_empty, golden_cases, greedy, prompt, tokens_of
 
 PAIR = "qwen3_swa_tied"
@@ -129,3 +131,61 @@ def test_a_closed_engine_ends_what_runs():
             await last(running)
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_outputs_are_made_where_they_are_read(monkeypatch):
+    """Not in the engine's thread, for which a long answer would cost more each step; and none that nobody reads."""
+    makers, make = [], request_module.RequestOutput
+
+    def made(**fields):
+        makers.append(threading.current_thread().name)
+        return make(**fields)
+
+    monkeypatch.setattr(request_module, "RequestOutput", made)
+
+    async def scenario(llm):
+        outputs = [output async for output in llm.generate(prompt(*CASES[0]["input_ids"]), greedy(80))]
+        assert outputs[-1].outputs[0].token_ids == CASES[0]["output_ids"]
+        assert len(makers) == len(outputs) > 2
+        assert set(makers) == {threading.current_thread().name}
+
+    run(scenario)
+
+
+def test_a_snapshot_is_of_its_time():
+    """Whatever is appended to the shared lists between taking it and reading it."""
+    llm = LLM(GOLDEN / PAIR / "target", GOLDEN / PAIR / "draft", dtype="float32", page_size=8)
+    params = greedy(30, n=2, logprobs=1, prompt_logprobs=1)
+    request = llm.frontend.request(prompt(*CASES[0]["input_ids"]), params)
+    pairs = [(request.snapshot(), request.output()) for _ in llm.engine.run(request.sequences)]
+    assert len(pairs) > 4
+    for snapshot, output in pairs:
+        late = snapshot.output()
+        assert late.outputs == output.outputs
+        assert late.prompt_logprobs == output.prompt_logprobs
+        assert late.metrics.acceptance_lengths == output.metrics.acceptance_lengths
+        assert late.metrics.draft_lengths == output.metrics.draft_lengths
+        assert late.finished == output.finished
+    assert pairs[-1][1].outputs[0].token_ids == CASES[0]["output_ids"][:30]
+
+
+def test_books_that_contradict_themselves_end_no_engine(monkeypatch, caplog):
+    """What was lost is logged once the last tokens are out, and the engine goes on with books that are right."""
+
+    async def scenario(llm):
+        scheduler, events = llm.engine.scheduler, []
+        check, publish = scheduler.check_integrity, llm._thread._publish
+        monkeypatch.setattr(scheduler, "check_integrity", lambda: (events.append("check"), check()))
+        monkeypatch.setattr(llm._thread, "_publish", lambda changed: (publish(changed), events.append("published")))
+        given = prompt(*CASES[0]["input_ids"])
+        scheduler.full.take(2)  # that nobody will give back
+        assert tokens_of([await last(llm.generate(given, greedy(80)))]) == [CASES[0]["output_ids"]]
+        while "check" not in events:
+            await asyncio.sleep(0.01)
+        assert events[-2:] == ["published", "check"]
+        assert "are owned more or less often than counted" in caplog.text
+        assert tokens_of([await last(llm.generate(given, greedy(80)))]) == [CASES[0]["output_ids"]]
+        assert events.count("check") == 1  # not on every idle: it takes time in proportion to all pages
+        assert not llm.is_dead
+
+    run(scenario)

@@ -7,6 +7,7 @@ import pytest
 
 from dflash_jax import LLM, SamplingParams, StructuredOutputsParams
 from dflash_jax.engine.device.shapes import Shapes, ladder
+from dflash_jax.engine.device.steps import compiler_options
 from tests.pairs import BYTE_VOCABULARY, DRAFT, EOS, MASK, TARGET, prompt, write_byte_tokenizer, write_model
 
 
@@ -96,3 +97,18 @@ def test_shapes_hold_what_comes(on_cpu, adaptive, max_num_batched_tokens):
 def test_ladder():
     assert ladder(16, 4, 8192) == (16, 64, 256, 1024, 4096, 8192)
     assert ladder(1, 2, 1) == (1,)
+
+
+@pytest.mark.parametrize(("platform", "on_cpus"), [("cpu", True), ("cuda", False), ("tpu", False)])
+def test_compiler_options_are_those_of_the_devices(platform, on_cpus):
+    """Not of the packages that are installed: beside a GPU's plugin, programs may still run on CPUs."""
+    options = compiler_options(platform)
+    assert options["xla_gpu_enable_triton_gemm"] is False
+    assert ("xla_disable_hlo_passes" in options) == on_cpus
+    assert ("xla_cpu_parallel_codegen_split_count" in options) == on_cpus
+
+
+def test_programs_are_compiled_with_the_options_of_their_devices(tmp_path):
+    llm = LLM(write_model(tmp_path, TARGET, 0), max_num_seqs=1)
+    program = llm.engine.runner.program(llm.engine.shapes.of_lone_requests()[0])
+    assert program._options == compiler_options(jax.default_backend())

@@ -12,10 +12,10 @@ import pytest
 
 from dflash_jax.models.layers import ContextCache
 from dflash_jax.state import paged_kv as module
-from dflash_jax.state.dense_kv import DenseKVCache
 from dflash_jax.state.paged_kv import PagedKVCache, Place
 from dflash_jax.train.cache import SequenceCache
 from pallas_kernels import Rotary, _compat
+from tests.dense_kv import DenseKVCache
 from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, mesh_of
 from tests.kernels.conftest import ON_GPU
 

@@ -34,8 +34,8 @@ def test_pages_are_shared_once_the_context_of_all_their_tokens_is_written(monkey
 
     def spy(scheduler, running):
         remember(scheduler, running)
-        assert len(running.hashes) * PAGE <= running.length - running.deferred
-        lacking.append(running.length // PAGE - len(running.hashes))
+        assert running.remembered * PAGE <= running.length - running.deferred
+        lacking.append(running.length // PAGE - running.remembered)
 
     monkeypatch.setattr(Scheduler, "remember", spy)
     llm = golden_llm(PAIR, page_size=PAGE, max_num_seqs=1)

@@ -146,23 +146,28 @@ def test_layers_share_pools():
     assert place_layers([SLIDING], layout, 1, jnp.dtype(jnp.float32)) == (((SLIDING, 0, 0),), [3])
 
 
-@pytest.mark.parametrize(
-    ("gib", "dtype", "wanted"),
-    [
-        (2, jnp.float8_e4m3fn, [30]),
-        (3, jnp.float8_e4m3fn, [20, 10]),
-        (4, jnp.float8_e5m2, [20, 10]),
-        (5, jnp.float8_e5m2, [30]),
-        (3, jnp.bfloat16, [30]),
-    ],
-)
-def test_no_pool_has_a_size_that_triton_cannot_address(gib, dtype, wanted):
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16])
+@pytest.mark.parametrize("num_layers", [2, 3, 4, 5, 36])
+@pytest.mark.parametrize("gib", [2, 2.2, 3, 3.4, 3.66, 4, 4.1, 5])
+def test_no_pool_has_a_size_that_triton_cannot_address(gib, num_layers, dtype):
     layout = Layout(16, 4, full_pages=10, sliding_pages=0, window=None, table_width=5)
-    places, pages = place_layers([FULL] * 3, layout, (gib << 30) // 30, jnp.dtype(dtype))
-    assert pages == wanted
+    page_bytes = int(gib * GIB) // (10 * num_layers)
+    places, pages = place_layers([FULL] * num_layers, layout, page_bytes, jnp.dtype(dtype))
+    assert sum(pages) == 10 * num_layers
+    if dtype != jnp.bfloat16:
+        assert not [size for size in pages if 2 * GIB < size * page_bytes <= 4 * GIB]
+    if dtype == jnp.bfloat16 or not 2 < gib <= 4:
+        assert len(pages) == 1
     ends = [10 * (place.first_page // 10 + 1) for place in places]
     assert all(end <= pages[place.pool] for end, place in zip(ends, places, strict=True))
-    assert len({place[1:] for place in places}) == 3
+    assert len({place[1:] for place in places}) == num_layers
+
+
+def test_a_layer_that_triton_cannot_address_is_logged(caplog):
+    layout = Layout(16, 4, full_pages=10, sliding_pages=0, window=None, table_width=5)
+    assert place_layers([FULL], layout, 3 * GIB // 10, jnp.dtype(jnp.float8_e4m3fn))[1] == [10]
+    assert "3.00 GiB" in caplog.text
+    assert "kv_cache_memory_bytes" in caplog.text
 
 
 def test_room_for_steps_is_left_on_a_device(monkeypatch):

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 from dflash_jax import LLM
 from dflash_jax.models.drafters.dflash import DraftModel
 from dflash_jax.models.target import TargetModel
-from dflash_jax.state.dense_kv import DenseKVCache
 from tests import oracle
+from tests.dense_kv import DenseKVCache
 from tests.pairs import greedy, prompt, write_model
 
 EXAMPLES = 2  # of each way to attend: the simplest one and a random one

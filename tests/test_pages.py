@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dflash_jax.state.pages import PagePool, extend_hashes
+from dflash_jax.state.pages import IntegrityError, PagePool, extend_hashes
 
 PAGES = 6
 
@@ -19,9 +19,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, PAGES))
     def take(self, number):
-        free = self.pool.num_free
+        if not self.pool.has_room([], number):
+            assert number > self.pool.num_free
+            return
         pages = self.pool.take(number)
-        assert (pages is None) == (number > free)
+        assert len(pages) == number
         if pages:
             for page in pages:
                 assert all(page not in table for table in self.tables)
@@ -36,12 +38,17 @@ class PoolMachine(RuleBasedStateMachine):
             self.content[page] = value
             self.pool.remember(page, value)
 
-    @rule(chain=st.lists(st.binary(min_size=1, max_size=1), max_size=3))
-    def take_known(self, chain):
-        pages = self.pool.take_known(chain)
+    @rule(chain=st.lists(st.binary(min_size=1, max_size=1), max_size=3, unique=True), more=st.integers(0, 2))
+    def share(self, chain, more):
+        pages = self.pool.known(chain)
         assert [self.content[page] for page in pages] == chain[: len(pages)]
-        if pages:
-            self.tables.append(pages)
+        if self.pool.has_room(pages, more):
+            self.pool.share(pages)
+            others = self.pool.take(more)
+            assert set(others).isdisjoint(pages)
+            for page in others:
+                self.content.pop(page, None)
+            self.tables.append(pages + others)
 
     @rule(data=st.data())
     def give_back(self, data):
@@ -65,14 +72,14 @@ def test_pages_are_reused_oldest_first_and_chains_from_their_end():
     pool.give_back(first)
     pool.give_back(second)
     assert pool.take(1) == [first[1]]  # the end of the oldest chain
-    assert pool.take_known([b"a", b"b"]) == [first[0]]
+    assert pool.known([b"a", b"b"]) == [first[0]]
 
 
 def test_integrity_notices_a_lost_page():
     pool = PagePool(2)
     pages = pool.take(1)
     pool.check_integrity([pages])
-    with pytest.raises(AssertionError):
+    with pytest.raises(IntegrityError, match="owned more or less"):
         pool.check_integrity([])
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple, NotRequired, TypedDict, TypeGuard
 
@@ -174,18 +174,10 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop token or string; None for an end-of-sequence token
     error: str | None = None  # the cause of finish_reason "error"
 
-    def copy(self) -> CompletionOutput:
-        """A snapshot, which what comes later leaves alone."""
-        return CompletionOutput(
-            index=self.index,
-            text=self.text,
-            token_ids=self.token_ids.copy(),
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else self.logprobs.copy(),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            error=self.error,
-        )
+    def first(self, number: int) -> CompletionOutput:
+        """A copy whose lists are of its own and hold the first `number` tokens."""
+        logprobs = None if self.logprobs is None else self.logprobs[:number]
+        return replace(self, token_ids=self.token_ids[:number], logprobs=logprobs)
 
 
 @dataclass(slots=True)

@@ -36,7 +36,9 @@ from dflash_jax.options import EngineConfig
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.progress import phase
 from dflash_jax.spec import DraftConfig, TargetConfig
+from dflash_jax.state.pages import IntegrityError
 
+CHECK_SECONDS = 60.0  # from one check of an idle engine's books to the next
 PATIENCE = 0.05  # seconds that a step waits for a program: commands and aborts come between two steps
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class Engine:
             on_cpu=mesh.is_cpu,
         )
         self.scheduler = Scheduler(self.layout, config.max_num_seqs)
+        self._next_check = 0.0  # as `time.monotonic` counts
         self._emissions = EmissionCounts()
         self.runner = ModelRunner(target, draft, mesh=mesh, config=config, spec=self.spec, layout=self.layout)
         lengths = BlockLengths(self.shapes.lengths, config.max_num_seqs) if config.adaptive_speculation else None
@@ -135,6 +138,7 @@ class Engine:
                 self.abort(sequence)
             if self._in_flight and not (self.scheduler.waiting or self.scheduler.running):
                 self.step()  # reads the round that ran ahead
+            self.check_integrity()
 
     def replace_draft(self, draft: Model) -> None:
         """Draft with another drafter of the same configuration from now on, and forget the K/V that the old one left.
@@ -184,11 +188,26 @@ class Engine:
         except Exception as error:
             logger.exception("a step failed; its sequences are computed again, one by one")
             changed = self._recover(error)
-        if self.is_idle:
-            self.scheduler.check_integrity()
-            if self.planner.lengths is not None:
-                self.planner.lengths.end_batch()
+        if self.is_idle and self.planner.lengths is not None:
+            self.planner.lengths.end_batch()
         return changed
+
+    def check_integrity(self) -> None:
+        """Check the books of pages and slots if the engine is idle, at most once in `CHECK_SECONDS`.
+
+        Books that contradict themselves are logged as an error and made anew, which costs the prefix cache: a page may
+        otherwise have two owners, or none for ever. Call it when what a step has changed is published: it takes
+        milliseconds where many pages are cached.
+        """
+        now = time.monotonic()
+        if not self.is_idle or now < self._next_check:
+            return
+        self._next_check = now + CHECK_SECONDS
+        try:
+            self.scheduler.check_integrity()
+        except IntegrityError:
+            logger.exception("the books of pages contradict themselves, which is a bug; the prefix cache is emptied")
+            self.scheduler.reset()
 
     def _step(self) -> list[Sequence]:
         now = time.perf_counter()

@@ -101,6 +101,7 @@ class EngineThread:
                     self._inbox.popleft()()
                 if not self.engine.is_idle:
                     self._publish(self.engine.step())
+                    self.engine.check_integrity()
         except Exception as error:
             logger.exception("the engine has failed")
             self._cause = error

@@ -1,95 +1,17 @@
-"""A dense KV cache, one slot a position: for training and tests, where nothing is shared or given back."""
+"""What caches that keep whole sequences as dense arrays have in common, in training and in tests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.spec import LayerMask
-from pallas_kernels.masks import visible
-from pallas_kernels.rotary import Rotary, pairs_of, split_heads
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DenseKVCache:
-    """A `models.layers.ContextCache` with S slots for each of B sequences; position p of a sequence is slot p.
-
-    Attention is plain jnp over all slots, and differentiable.
-    """
-
-    keys: list[Float[Array, "B S K H"]]
-    values: list[Float[Array, "B S K H"]]
-
-    @staticmethod
-    def zeros(num_layers: int, shape: tuple[int, int, int, int], dtype: DTypeLike) -> DenseKVCache:
-        """An empty cache of arrays of shape [B, S, K, H]."""
-        keys, values = ([jnp.zeros(shape, dtype) for _ in range(num_layers)] for _ in range(2))
-        return DenseKVCache(keys, values)
-
-    def write(
-        self,
-        layer: int,
-        heads: Float[Array, "B T K J H"],
-        rotary: Rotary,
-        positions: Int[Array, "B T"],
-    ) -> tuple[Float[Array, "B T N H"], DenseKVCache]:
-        """Store keys and values at their positions, and give the queries.
-
-        Positions that are negative or beyond the last slot are not stored.
-        """
-        q, k, v = split_heads(heads, rotary)
-        slots = self.keys[layer].shape[1]
-        where = (jnp.arange(k.shape[0])[:, None], jnp.where(positions < 0, slots, positions))
-        keys, values = list(self.keys), list(self.values)
-        keys[layer] = keys[layer].at[where].set(k.astype(keys[layer].dtype), mode="drop")
-        values[layer] = values[layer].at[where].set(v.astype(values[layer].dtype), mode="drop")
-        return q, replace(self, keys=keys, values=values)
-
-    def write_context(
-        self,
-        heads: Sequence[Float[Array, "B T K _ H"]],
-        rotary: Rotary,
-        k_norms: Sequence[Float[Array, " H"] | None],
-        positions: Int[Array, "B T"],
-    ) -> DenseKVCache:
-        """Store keys and values of every layer at their positions, as `write` does."""
-        cache: DenseKVCache = write_each(self, heads, rotary, k_norms, positions)
-        return cache
-
-    def attend(
-        self,
-        layer: int,
-        q: Float[Array, "B T N H"],
-        positions: Int[Array, "B T"],
-        kv_length: Int[Array, " B"],
-        mask: LayerMask,
-    ) -> Float[Array, "B T N H"]:
-        """Attention in float32; a row that sees nothing gives zeros."""
-        keys, values = (pool[layer].astype(q.dtype) for pool in (self.keys, self.values))
-        key_positions = jnp.arange(keys.shape[1])
-        seen = visible(positions, key_positions[None, :], mask=mask.mask, window=mask.window)
-        return attention(q, keys, values, seen & (key_positions < kv_length[:, None])[:, None, :])
-
-    def write_attend(
-        self,
-        layer: int,
-        heads: Float[Array, "B T K J H"],
-        rotary: Rotary,
-        positions: Int[Array, "B T"],
-        kv_length: Int[Array, " B"],
-        mask: LayerMask,
-    ) -> tuple[Float[Array, "B T N H"], DenseKVCache]:
-        """`write`, and `attend` by its queries."""
-        q, cache = self.write(layer, heads, rotary, positions)
-        return cache.attend(layer, q, positions, kv_length, mask), cache
+from pallas_kernels.rotary import Rotary, pairs_of
 
 
 def write_each(
@@ -99,10 +21,10 @@ def write_each(
     k_norms: Sequence[Float[Array, " H"] | None],
     positions: Int[Array, "B T"],
 ) -> Any:
-    """The cache after `write` of each layer: `write_context` of a cache that keeps every layer by itself."""
+    """`write_context` for a cache that keeps every layer by itself: `write` each layer, and return the cache."""
     for layer, ((array, row), k_norm) in enumerate(zip(pairs_of(heads), k_norms, strict=True)):
-        own = array[..., row : row + 2, :]
-        _, cache = cache.write(layer, own, replace(rotary, k_norm=k_norm), positions)
+        heads_of_layer = array[..., row : row + 2, :]
+        _, cache = cache.write(layer, heads_of_layer, replace(rotary, k_norm=k_norm), positions)
     return cache
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as Spec
 
-from dflash_jax.engine.device.steps import COMPILER_OPTIONS
+from dflash_jax.engine.device.steps import compiler_options
 from dflash_jax.weights.formats.weight import logits_of, project
 from pallas_kernels import _compat, largest_product, product, split_product, swiglu
 from pallas_kernels.product import reference, triton
@@ -53,7 +53,7 @@ def _likeliest(x, weight):
 def test_one_row_does_not_have_the_weight_widened_in_memory(head):
     """XLA would: neither its CPUs' products nor cuBLAS have one of a matrix and a vector that widens."""
     x, weight = operands((1,), (4096, 512), BF16)
-    compiled = jax.jit(head, compiler_options=COMPILER_OPTIONS).lower(x, weight).compile()
+    compiled = jax.jit(head, compiler_options=compiler_options(jax.default_backend())).lower(x, weight).compile()
     assert "f32[4096,512]" not in compiled.as_text()
     wide_x, wide_weight = wide(x, weight)
     expected = wide_x @ wide_weight.T

@@ -13,7 +13,6 @@ import pytest
 from dflash_jax.models.drafters.dflash import DraftModel
 from dflash_jax.models.target import TargetModel
 from dflash_jax.spec import draft_config, target_config
-from dflash_jax.state.dense_kv import DenseKVCache
 from dflash_jax.train import objective
 from dflash_jax.train.cache import SequenceCache
 from dflash_jax.train.objective import (
@@ -27,6 +26,7 @@ from dflash_jax.train.objective import (
 )
 from dflash_jax.train.state import _random_params
 from dflash_jax.weights.formats.weight import logits_of
+from tests.dense_kv import DenseKVCache
 
 DECODER = {
     "vocab_size": 64,

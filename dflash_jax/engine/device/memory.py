@@ -24,6 +24,7 @@ from pallas_kernels.paged_attention import MOST_WIDENED
 CPU_CACHE_BYTES = 4 << 30  # without a device that says how much it has
 LOGITS_COPIES = 6  # float32 [rows, V] that sampling holds at once: logits, scaled, sorted, probabilities, sum, noise
 SAMPLING_STATE_BYTES = 10  # of `Controls`, for each token of the vocabulary and each slot
+ADDRESSABLE_BYTES = 2 << 30  # of the largest 8-bit pool below 4 GiB that Triton kernels can address
 FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 
 FULL, SLIDING = 0, 1  # KV groups
@@ -241,28 +242,49 @@ def place_layers(
 ) -> tuple[tuple[Place, ...], list[int]]:
     """Where layers of these groups keep their pages, and how many pages each pool has.
 
-    A group has one pool, or two where 8-bit numbers would fill from 2 to 4 GiB on a device, which Triton kernels cannot
-    address.
+    The layers of a group share one pool, or several where `layers_of_pool` says that one would be too large.
 
     Args:
-        groups: of each layer.
+        groups: group of each layer.
         layout: how many pages a layer has.
-        page_bytes: of keys in a page, on one device.
+        page_bytes: bytes of the keys in one page, on one device.
         dtype: of the pools.
     """
-    of_group = {FULL: layout.full_pages, SLIDING: layout.sliding_pages}
-    places: list[Place | None] = [None] * len(groups)
+    pages_of_group = {FULL: layout.full_pages, SLIDING: layout.sliding_pages}
+    places: dict[int, Place] = {}
     sizes: list[int] = []
-    for group, pages in of_group.items():
-        layers = [i for i, own in enumerate(groups) if own == group]
-        is_unaddressable = dtype.itemsize == 1 and 2 << 30 < len(layers) * pages * page_bytes <= 4 << 30
-        half = -(-len(layers) // 2)
-        for part in [layers[:half], layers[half:]] if is_unaddressable else [layers]:
-            for i, layer in enumerate(part):
-                places[layer] = Place(group, len(sizes), i * pages)
-            if part:
-                sizes.append(len(part) * pages)
-    return tuple(place for place in places if place is not None), sizes
+    for group, pages in pages_of_group.items():
+        layers = [layer for layer, of in enumerate(groups) if of == group]
+        per_pool = layers_of_pool(len(layers), pages * page_bytes, dtype)
+        for start in range(0, len(layers), per_pool):
+            part = layers[start : start + per_pool]
+            places |= {layer: Place(group, len(sizes), i * pages) for i, layer in enumerate(part)}
+            sizes.append(len(part) * pages)
+    return tuple(places[layer] for layer in range(len(groups))), sizes
+
+
+def layers_of_pool(num_layers: int, layer_bytes: int, dtype: jnp.dtype) -> int:
+    """How many layers of a group share a pool of keys: all, or as few as keep each pool at 2 GiB or less.
+
+    Triton kernels address pools of 8-bit numbers with 32-bit offsets, which overflow from 2 to 4 GiB.
+
+    Args:
+        num_layers: layers of the group.
+        layer_bytes: bytes of the keys of one layer, on one device.
+        dtype: of the pool.
+    """
+    total = num_layers * layer_bytes
+    if dtype.itemsize > 1 or not ADDRESSABLE_BYTES < total <= 2 * ADDRESSABLE_BYTES:
+        return max(num_layers, 1)
+    if layer_bytes > ADDRESSABLE_BYTES:
+        logger.warning(
+            "the %s keys of one layer fill %.2f GiB of a device, and Triton kernels address no pool from 2 to 4 GiB: "
+            "slower kernels run instead; lower kv_cache_memory_bytes or keep these keys in bfloat16",
+            dtype.name,
+            layer_bytes / 2**30,
+        )
+        return 1
+    return ADDRESSABLE_BYTES // layer_bytes
 
 
 def make_caches(

@@ -44,21 +44,19 @@ from dflash_jax.models.drafters.dflash import DraftModel
 from dflash_jax.models.layers import KVCache
 from dflash_jax.models.target import TargetModel
 from dflash_jax.parallel.collectives import Devices
-from dflash_jax.parallel.platform import runs_on_cpus
 from dflash_jax.state.paged_kv import PagedKVCache
 from dflash_jax.weights.loader import Params
 
-# Without the first, XLA multiplies by several weights at once where they share an operand (a drafter's context, of all
-# its layers): and to do so copies all these weights into one array, in every round. Without the second it compiles
-# dozens of Triton kernels of each product to try them, a minute for a program, and picks none that is faster there.
+# dot_merger off: XLA would concatenate the context weights of all drafter layers into one array, in every round.
+# triton_gemm off: XLA would compile dozens of Triton kernels of each product to try them, a minute for a program, and
+# picks none that is faster there.
 COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_enable_triton_gemm": False}
-if runs_on_cpus():
-    # Without this XLA converts a whole pool of pages in bfloat16 or fp8 to write one token, and back.
-    COMPILER_OPTIONS["xla_disable_hlo_passes"] = ",".join(
-        f"float-normalization-{name}" for name in ("bf16", "f8e4m3fn", "f8e5m2")
-    )
-    # In the thread that compiles alone, whose priority is low: XLA's own threads would hold up the rounds of others.
-    COMPILER_OPTIONS["xla_cpu_parallel_codegen_split_count"] = 1
+# float-normalization off: XLA would convert a whole pool of bfloat16 or fp8 pages to write one token, and back.
+# One codegen part: a program is compiled in one thread of low priority; XLA's own threads would hold up others' rounds.
+CPU_COMPILER_OPTIONS: dict[str, Any] = {
+    "xla_disable_hlo_passes": ",".join(f"float-normalization-{name}" for name in ("bf16", "f8e4m3fn", "f8e5m2")),
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 DONATED = {  # arguments of each step that it changes in place
     "catch_up": ("cache",),
     "draft": ("cache",),
@@ -71,6 +69,11 @@ DONATED = {  # arguments of each step that it changes in place
     "set_controls": ("controls",),
 }
 SCORED_ROWS = 64  # logits of prompts are computed for so many tokens at a time, never for a whole chunk
+
+
+def compiler_options(platform: str) -> dict[str, Any]:
+    """XLA's options for programs that run on devices of this platform, as `jax.Device.platform` names it."""
+    return COMPILER_OPTIONS | (CPU_COMPILER_OPTIONS if platform == "cpu" else {})
 
 
 Chosen = tuple[Int[Array, "B T"], Float[Array, "B T"], Logprobs | None]  # with their scores

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dflash_jax.base.errors import RequestError
-from dflash_jax.base.values import Prompt, RequestMetrics, RequestOutput, SamplingParams, is_int
+from dflash_jax.base.values import CompletionOutput, Prompt, RequestMetrics, RequestOutput, SamplingParams, is_int
 from dflash_jax.engine.host.sequence import Sequence
 from dflash_jax.text.tokenizer import Tokenizer
 
@@ -42,24 +42,74 @@ class Request:
             self.first_token_time = time.perf_counter() - self.started
 
     def output(self) -> RequestOutput:
-        """What has come so far, as a snapshot that later steps leave alone."""
+        """What has come so far; later steps leave it alone."""
+        return self.snapshot().output()
+
+    def snapshot(self) -> Snapshot:
+        """How far it has come, for any thread to make an output of; call it where the engine runs."""
         self.touch()
         for sequence in self.sequences:
             sequence.publish_text()
-        finished, first = self.finished, self.sequences[0]
+        return Snapshot(
+            request=self,
+            completions=[replace(s.output) for s in self.sequences],
+            num_tokens=[len(s.output.token_ids) for s in self.sequences],
+            num_rounds=[len(s.acceptance_lengths) for s in self.sequences],
+            num_prompt_logprobs=len(self.sequences[0].prompt_logprobs),
+            finished=self.finished,
+            queue_time=self.queue_time,
+            first_token_time=self.first_token_time,
+            seconds=time.perf_counter() - self.started,
+        )
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """How far a request had come: what an output is made of, by whoever reads it and when they do.
+
+    Taking one costs the engine's thread nothing that grows with the output: it shares the lists of the sequences, which
+    only ever grow, and notes how long they were.
+
+    Attributes:
+        request: the request.
+        completions: of each sequence, with lists that may have grown since.
+        num_tokens: tokens of each completion.
+        num_rounds: rounds of each completion.
+        num_prompt_logprobs: tokens of the prompt whose log-probabilities were known.
+        finished: whether every completion had ended.
+        queue_time: as of `RequestMetrics`.
+        first_token_time: likewise.
+        seconds: since the request was made.
+    """
+
+    request: Request
+    completions: list[CompletionOutput]
+    num_tokens: list[int]
+    num_rounds: list[int]
+    num_prompt_logprobs: int
+    finished: bool
+    queue_time: float | None
+    first_token_time: float | None
+    seconds: float
+
+    def output(self) -> RequestOutput:
+        """The output, with lists of its own."""
+        request, first = self.request, self.request.sequences[0]
+        known = first.prompt_logprobs[: self.num_prompt_logprobs]
+        rounds = list(zip(request.sequences, self.num_rounds, strict=True))
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[s.output.copy() for s in self.sequences],
-            finished=finished,
-            prompt_logprobs=None if first.params.prompt_logprobs is None else [None, *first.prompt_logprobs],
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[c.first(number) for c, number in zip(self.completions, self.num_tokens, strict=True)],
+            finished=self.finished,
+            prompt_logprobs=None if first.params.prompt_logprobs is None else [None, *known],
             metrics=RequestMetrics(
-                acceptance_lengths=[length for s in self.sequences for length in s.acceptance_lengths],
-                draft_lengths=[length for s in self.sequences for length in s.draft_lengths],
+                acceptance_lengths=[length for s, number in rounds for length in s.acceptance_lengths[:number]],
+                draft_lengths=[length for s, number in rounds for length in s.draft_lengths[:number]],
                 queue_time=self.queue_time,
                 first_token_time=self.first_token_time,
-                finished_time=time.perf_counter() - self.started if finished else None,
+                finished_time=self.seconds if self.finished else None,
                 num_cached_tokens=first.num_cached_tokens,
             ),
         )

@@ -15,7 +15,7 @@ import numpy as np
 
 from dflash_jax.engine.host.sequence import Sequence
 from dflash_jax.state.layout import Layout
-from dflash_jax.state.pages import NO_PAGE, PageHash, PagePool, extend_hashes
+from dflash_jax.state.pages import NO_PAGE, IntegrityError, PageHash, PagePool, extend_hashes
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class Running:
         has_controls: whether the device knows its penalties, biases and stops.
         full: pages of the full group.
         sliding: pages of the sliding group from page `sliding_start` on.
-        hashes: of the whole pages that the prefix cache knows of.
+        remembered: whole pages that the prefix cache knows of, counted from the first.
     """
 
     sequence: Sequence
@@ -43,7 +43,7 @@ class Running:
     full: list[int] = field(default_factory=list)
     sliding: deque[int] = field(default_factory=deque)
     sliding_start: int = 0
-    hashes: list[PageHash] = field(default_factory=list)
+    remembered: int = 0
     in_flight: int = 0
     last_round: int = 0
     deferred: int = 0
@@ -108,29 +108,27 @@ class Scheduler:
         kept = running.sliding_start + len(running.sliding)
         if ends <= len(running.full) and (layout.window is None or ends <= kept):
             return True
-        full = self.full.take(max(ends - len(running.full), 0))
-        sliding = self.sliding.take(0 if layout.window is None else max(ends - kept, 0))
-        if full is None or sliding is None:
-            self.full.give_back(full or [])
-            self.sliding.give_back(sliding or [])
+        more = max(ends - len(running.full), 0)
+        more_sliding = 0 if layout.window is None else max(ends - kept, 0)
+        if more > self.full.num_free or more_sliding > self.sliding.num_free:
             return False
-        self._grow(running, full, sliding)
+        self._grow(running, self.full.take(more), self.sliding.take(more_sliding))
         return True
 
     def remember(self, running: Running) -> None:
         """Let others share the whole pages that are certainly written."""
-        salt = running.sequence.cache_salt
-        if salt is None:
+        if running.sequence.cache_salt is None:
             return
-        known, size = len(running.hashes), self.layout.page_size
         written = running.length - running.deferred if running.is_prefilled else running.prefilled
-        if written // size <= known:
+        pages, first = written // self.layout.page_size, running.remembered
+        if pages <= first:
             return
-        extend_hashes(running.hashes, running.sequence.tokens_between(known * size, written), size, salt)
-        for index in range(known, len(running.hashes)):
-            self.full.remember(running.full[index], running.hashes[index])
+        hashes = self._hashes(running.sequence, pages)
+        for index in range(first, pages):
+            self.full.remember(running.full[index], hashes[index])
             if index >= running.sliding_start and running.sliding:
-                self.sliding.remember(running.sliding[index - running.sliding_start], running.hashes[index])
+                self.sliding.remember(running.sliding[index - running.sliding_start], hashes[index])
+        running.remembered = pages
 
     def release(self, running: Running) -> None:
         """Give back the slot and the pages of a sequence."""
@@ -175,46 +173,73 @@ class Scheduler:
         lost = [running.sequence for running in self.running]
         for running in list(self.running):
             self.release(running)
-        self.full, self.sliding = PagePool(self.layout.full_pages), PagePool(self.layout.sliding_pages)
+        self._forget_everything()
         self.waiting.extendleft(reversed(lost))
         return lost
 
+    def reset(self) -> None:
+        """Start the books anew while nothing runs: every page and every slot is free, the prefix cache empty."""
+        assert not self.running
+        self._forget_everything()
+        self._free_slots = list(range(len(self.full_table) - 1, -1, -1))
+
+    def _forget_everything(self) -> None:
+        self.full, self.sliding = PagePool(self.layout.full_pages), PagePool(self.layout.sliding_pages)
+
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every page is owned as often as counted, and none is lost."""
+        """Check that every page is owned as often as counted, and that no page and no slot is lost.
+
+        Raises:
+            IntegrityError: something disagrees.
+        """
         self.full.check_integrity([r.full for r in self.running])
         self.sliding.check_integrity([r.sliding for r in self.running])
-        assert len(self._free_slots) + len(self.running) == len(self.full_table), "a slot is lost"
+        if len(self._free_slots) + len(self.running) != len(self.full_table):
+            raise IntegrityError(
+                f"of {len(self.full_table)} slots {len(self._free_slots)} are free and {len(self.running)} in use"
+            )
 
     def _start(self, sequence: Sequence) -> Running | None:
+        """Give a waiting sequence a slot and pages; None, and nothing changed, if there are too few pages."""
         layout, emitted = self.layout, sequence.output.token_ids
-        text = [*sequence.prompt_token_ids, *emitted[:-1]]
+        length = len(sequence.prompt_token_ids) + max(len(emitted) - 1, 0)
         hashes: list[PageHash] = []
         if sequence.cache_salt is not None and not sequence.wants_prompt_logprobs:
             # The last token of a prompt is always processed: its logits are wanted.
-            extend_hashes(hashes, text[:-1], layout.page_size, sequence.cache_salt)
-        full = self.full.take_known(hashes)
+            whole_pages = (length - 1) // layout.page_size
+            hashes = self._hashes(sequence, whole_pages)[:whole_pages]
+        full = self.full.known(hashes)
         hit = len(full)
-        sliding, start = self._take_known_window(hashes[:hit], len(text))
-        ends = layout.pages_for(len(text) + layout.block)
-        more = self.full.take(ends - hit)
-        more_sliding = self.sliding.take(0 if layout.window is None else ends - start - len(sliding))
-        if more is None or more_sliding is None:
-            self.full.give_back([*full, *(more or [])])
-            self.sliding.give_back([*sliding, *(more_sliding or [])])
+        sliding, start = self._known_window(hashes[:hit], length)
+        ends = layout.pages_for(length + layout.block)
+        more = ends - hit
+        more_sliding = 0 if layout.window is None else ends - start - len(sliding)
+        if not (self.full.has_room(full, more) and self.sliding.has_room(sliding, more_sliding)):
             return None
+        text = sequence.tokens_between(0, length)
         running = Running(sequence, self._free_slots.pop(), text, prefilled=hit * layout.page_size)
-        running.hashes, running.sliding_start = hashes[:hit], start
+        running.remembered, running.sliding_start = hit, start
         if not emitted:
             sequence.num_cached_tokens = running.prefilled
-            self.num_prompt_tokens += len(text)
+            self.num_prompt_tokens += length
             self.num_prefix_hits += running.prefilled
-            self.num_prefix_queries += len(text) if hashes else 0
+            self.num_prefix_queries += length if hashes else 0
         self.sliding_from[running.slot] = (start if sliding else hit) * layout.page_size
-        self._grow(running, [*full, *more], [*sliding, *more_sliding])
+        self.full.share(full)
+        self.sliding.share(sliding)
+        self._grow(running, [*full, *self.full.take(more)], [*sliding, *self.sliding.take(more_sliding)])
         self.running.append(running)
         return running
 
-    def _take_known_window(self, hashes: list[PageHash], length: int) -> tuple[list[int], int]:
+    def _hashes(self, sequence: Sequence, pages: int) -> list[PageHash]:
+        """Hashes of so many whole pages of a sequence or more; each is made once, however long the sequence waits."""
+        made, size = len(sequence.page_hashes), self.layout.page_size
+        if made < pages:
+            tokens = sequence.tokens_between(made * size, pages * size)
+            extend_hashes(sequence.page_hashes, tokens, size, sequence.cache_salt or b"")
+        return sequence.page_hashes
+
+    def _known_window(self, hashes: list[PageHash], length: int) -> tuple[list[int], int]:
         """The known sliding pages right before a hit's end that a text of this length still sees.
 
         Returns:
@@ -226,7 +251,7 @@ class Scheduler:
         first = self.layout.first_seen(length) // self.layout.page_size
         pages: deque[int] = deque()
         for index in range(len(hashes) - 1, first - 1, -1):
-            known = self.sliding.take_known([hashes[index]])
+            known = self.sliding.known([hashes[index]])
             if not known:
                 break
             pages.appendleft(known[0])

@@ -34,6 +34,7 @@ class Sequence:
         prompt_logprobs: of the prompt's second token and those after it, as far as they are known.
         num_cached_tokens: prompt tokens that the prefix cache had.
         suspect: whether a step that it took part in has failed.
+        page_hashes: hashes of the first whole pages of prompt and completion, as far as the scheduler has made them.
     """
 
     prompt_token_ids: list[int]
@@ -52,6 +53,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
     suspect: bool = False
+    page_hashes: list[bytes] = field(default_factory=list)
     _detokenizer: Detokenizer | None = None
     _text: str = ""
     _decoded: int = 0  # tokens that are in _text, or wait in the detokenizer
