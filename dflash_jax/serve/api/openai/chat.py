@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from dflash_jax.serve.answers.answers import ChunkBuffer, TokenSources, costs, headers_of, log_request, new_job
-from dflash_jax.serve.answers.jobs import Job, follow, told
+from dflash_jax.serve.answers.jobs import Job, follow, without_keepalives
 from dflash_jax.serve.answers.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.answers.usage import usage_of
@@ -236,7 +236,7 @@ async def _answer(chat: Chat, headers: dict[str, str]) -> Response:
     choices: list[dict[str, Any]] = []
     of_prompt = None
     async with aclosing(follow(chat.state, chat.job)) as news:
-        async for _, delta in told(news):
+        async for _, delta in without_keepalives(news):
             of_prompt = prompt_logprobs(delta.prompt_logprobs)
             choices += [_whole_choice(chat.choice(), completion) for completion in delta.completions]
     answer = chat.head("chat.completion") | {"choices": sorted(choices, key=lambda choice: choice["index"])}

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from dflash_jax.serve.answers.answers import ChunkBuffer, TokenSources, costs, headers_of, log_request, new_job
-from dflash_jax.serve.answers.jobs import Job, follow, told
+from dflash_jax.serve.answers.jobs import Job, follow, without_keepalives
 from dflash_jax.serve.answers.logprobs import (
     Alternatives,
     TextOffsets,
@@ -151,7 +151,7 @@ def _text(state: ServerState, prompt: str | list[int], token_ids: list[int], *, 
 async def _answer(whole: Completions, headers: dict[str, str]) -> Response:
     choices: list[dict[str, Any]] = []
     async with aclosing(follow(whole.state, whole.job)) as news:
-        async for prompt, delta in told(news):
+        async for prompt, delta in without_keepalives(news):
             of_prompt = prompt_logprobs(delta.prompt_logprobs) if whole.body.prompt_logprobs is not None else None
             for completion in delta.completions:
                 choice = whole.choice(prompt, completion.index).take(completion, delta.prompt_logprobs)

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from dflash_jax.base.values import Logprob
-from dflash_jax.serve.answers.jobs import Job, follow, told
+from dflash_jax.serve.answers.jobs import Job, follow, without_keepalives
 from dflash_jax.serve.answers.logprobs import LEAST
 from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.answers.usage import speculation_of
@@ -115,7 +115,7 @@ async def _job(state: ServerState, body: GenerateRequest) -> tuple[Job, list[str
 async def _answer(state: ServerState, body: GenerateRequest, job: Job, rids: list[str]) -> Response:
     answers: dict[tuple[int, int], dict[str, Any]] = {}
     async with aclosing(follow(state, job)) as news:
-        async for prompt, delta in told(news):
+        async for prompt, delta in without_keepalives(news):
             for completion in delta.completions:
                 whole = Whole(state, job, prompt, rids[prompt])
                 answers[prompt, completion.index] = whole.take(completion, delta)
