@@ -1,4 +1,4 @@
-"""What a model folder says of text: its tokenizer, its chat template and its recommended sampling."""
+"""What a model folder says about text: its tokenizer, chat template and recommended sampling."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 
 class Renderer:
-    """Chats to prompts, as a model folder has it.
+    """Turns chats into prompts by the chat template and tokenizer of a model folder.
 
     Attributes:
         tokenizer: None where the folder has none.
-        generation_config: of `generation_config.json`.
+        generation_config: the content of `generation_config.json`; empty where the folder has none.
+
+    Raises:
+        CheckpointError: the tokenizer cannot be read.
     """
 
     def __init__(self, folder: Path):
@@ -30,7 +33,11 @@ class Renderer:
         self.generation_config: dict[str, Any] = read_json(path) if path.exists() else {}
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generation_config.json` recommends, as vLLM reads it."""
+        """The sampling parameters that `generation_config.json` recommends, as vLLM reads it.
+
+        Raises:
+            ConfigError: a value is outside its range.
+        """
         chosen = {
             name: self.generation_config[name]
             for name in GENERATION_FIELDS
@@ -49,7 +56,13 @@ class Renderer:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of the prompt that a conversation becomes, its special tokens included.
+        """The text of the prompt that the chat template makes of a conversation, special tokens included.
+
+        Args:
+            messages: of the conversation, in OpenAI's form.
+            chat_template: replaces the model's; Jinja.
+            add_generation_prompt: whether the prompt ends where the assistant begins to speak.
+            chat_template_kwargs: further variables of the template.
 
         Raises:
             RequestError: the model has no tokenizer or no chat template, or the template refuses the messages.
@@ -62,7 +75,7 @@ class Renderer:
         )
 
     def chat_prompt(self, messages: Seq[Message], **options: Any) -> TokensPrompt:
-        """The prompt that a conversation becomes; arguments and errors are those of `chat_text`."""
+        """The token ids of `chat_text`, which see for arguments and errors."""
         text = self.chat_text(messages, **options)
         return {"prompt_token_ids": self.need_tokenizer("a chat").encode(text, add_special_tokens=False)}
 

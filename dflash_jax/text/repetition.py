@@ -1,4 +1,4 @@
-"""How much of a response repeats itself."""
+"""A measure of how much a response repeats itself."""
 
 from __future__ import annotations
 

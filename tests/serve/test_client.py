@@ -145,29 +145,50 @@ async def test_streams_hear_of_their_own_requests_alone(client, engine):
 
 
 @with_engine
-async def test_a_taken_id(client, engine):
-    async with client.stream([add("a")]):
-        with pytest.raises(RequestError, match="request_id='a' is taken"):
-            async with client.stream([add("b"), add("a")]):
-                pass
-        assert client.num_requests == 1  # nothing of the second was sent
-    async with client.stream([add("a")]):
+async def test_late_messages_about_a_client_that_has_left_are_dropped(client, engine):
+    async with client.stream([add("first")]):
+        assert (await engine.hear()).request_id == "first"
+    assert await engine.hear() == Abort("first")
+    async with client.stream([add("second")]) as stream:
+        await engine.hear()
+        engine.say(
+            outputs(delta("first", "the first's")),
+            Refused("first", "RequestError", "the first's"),
+            outputs(delta("first", "", finished=True), delta("second", "the second's", finished=True)),
+        )
+        assert (await stream.get()).completions[0].text == "the second's"
+
+
+@with_engine
+async def test_a_request_is_sent_when_the_engine_has_read_those_before(client, engine):
+    """So a burst of long prompts waits with its clients, and not in the memory of the socket's buffer."""
+    long = Add("long", [1] * 4_000_000, SamplingParams(), None, True)
+    async with client.stream([long]):
+
+        async def send(name):
+            async with client.stream([add(name)]) as stream:
+                return (await stream.get()).completions[0].text
+
+        waiting = [asyncio.create_task(send(name)) for name in "ab"]
+        leaving = asyncio.create_task(send("c"))
+        await asyncio.sleep(0.05)
+        assert client.num_requests == 1
+        leaving.cancel()
+        assert [(await engine.hear()).request_id for _ in range(3)] == ["long", "a", "b"]
+        engine.say(outputs(*[delta(name, f"{name}'s", finished=True) for name in "ab"]))
+        assert await asyncio.gather(*waiting) == ["a's", "b's"]
         assert client.num_requests == 1
 
 
 @with_engine
-async def test_what_is_said_of_a_client_that_has_left_does_not_reach_the_next_of_that_id(client, engine):
-    async with client.stream([add("a")]):
-        first = (await engine.hear()).request_id
-    assert await engine.hear() == Abort(first)
+async def test_an_error_of_an_unknown_kind_and_a_reply_to_nobody(client, engine):
+    """An engine of another version may say either; neither ends the server's side."""
+    engine.say(Reply(12345))
     async with client.stream([add("a")]) as stream:
-        second = (await engine.hear()).request_id
-        engine.say(
-            outputs(delta(first, "the first's")),
-            Refused(first, "RequestError", "the first's"),
-            outputs(delta(first, "", finished=True), delta(second, "the second's", finished=True)),
-        )
-        assert (await stream.get()).completions[0].text == "the second's"
+        await engine.hear()
+        engine.say(Refused("a", "ErrorOfTomorrow", "no"))
+        with pytest.raises(RuntimeError, match="no"):
+            await stream.get()
 
 
 @with_engine
@@ -215,9 +236,21 @@ async def test_calls(client, engine):
     await asyncio.gather(client.call("flush_cache"), answer(None))
 
 
-@pytest.mark.parametrize("last_words", [[], [Failed("EngineDeadError", "NaN all over")], [b"\0\0\1"]])
-def test_death_is_told_to_everybody_at_once(last_words):
-    """Also if the engine says so and stays, or ends in the middle of a message."""
+UNKNOWN = len(b"\xc1\xc1").to_bytes(HEADER, "big") + b"\xc1\xc1"  # a message that is no msgpack
+
+
+@pytest.mark.parametrize(
+    ("last_words", "dies", "cause"),
+    [
+        (b"", True, "has died"),
+        (framed(Failed("EngineDeadError", "NaN all over")), False, "NaN all over"),
+        (b"\0\0\1", True, "has died"),
+        (UNKNOWN, False, "could not be handled"),
+    ],
+    ids=["silent", "says so", "half a message", "no msgpack"],
+)
+def test_death_is_told_to_everybody_at_once(last_words, dies, cause):
+    """Also if the engine says so and stays, ends in the middle of a message, or sends what cannot be decoded."""
 
     async def whole():
         engine = Engine()
@@ -231,11 +264,9 @@ def test_death_is_told_to_everybody_at_once(last_words):
             call = asyncio.create_task(client.call("flush_cache"))
             engine.say(outputs(num_running=2, kv_cache_usage=0.5, num_prompt_tokens=7))
             await until(lambda: client.stats.num_running == 2)
-            for word in last_words:
-                engine.writer.write(word if isinstance(word, bytes) else framed(word))
-            if not last_words or isinstance(last_words[0], bytes):
+            engine.writer.write(last_words)
+            if dies:
                 engine.die()
-            cause = "NaN all over" if last_words and isinstance(last_words[0], Failed) else "has died"
             for stream in (one, two):
                 with pytest.raises(EngineDeadError, match=cause):
                     await stream.get()
@@ -304,10 +335,19 @@ def test_an_engine_that_cannot_start():
 
 
 def test_a_process_that_cannot_be_made(monkeypatch):
+    pairs, socketpair = [], socket.socketpair
+
+    def remembered():
+        pairs.append(socketpair())
+        return pairs[-1]
+
+    monkeypatch.setattr(client_module.socket, "socketpair", remembered)
     monkeypatch.setattr(client_module, "ENGINE_PROCESS", ("/nowhere/python",))
     client = EngineClient(Start("model", None, {}, "info"), restarts=False)
     asyncio.run(client.run())
     assert "cannot be started" in client.failed_at_start.message
+    *_, of_the_engine = pairs  # those before are the event loop's own
+    assert [end.fileno() for end in of_the_engine] == [-1, -1]  # both are closed
 
 
 def test_sums_of_states():

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from contextlib import aclosing, nullcontext
 from dataclasses import replace
 
@@ -19,6 +20,8 @@ from dflash_jax.serve.engine_link.link_messages import CompletionDelta, Ready, R
 from dflash_jax.serve.http.streaming import KEEP_ALIVE, EventStream, event
 from dflash_jax.serve.protocol import APIError
 
+KEY = "key-0"  # of the one prompt of `a_job` in the engine
+
 
 class ScriptedClient(EngineClient):
     """A client whose engine does what a script says: deltas to hand out, seconds to wait, an error to die of."""
@@ -28,8 +31,11 @@ class ScriptedClient(EngineClient):
         self.ready = Ready(max_model_len=100, vocab_size=10, num_speculative_tokens=3, kv_tokens=100)
         self.script, self.aborted, self.player = script, [], None
 
-    def _send(self, message):
-        self.player = asyncio.ensure_future(self._play(message.request_id))
+    async def open(self, stream, requests):
+        self._check_engine()
+        (request,) = requests
+        self._streams[request.request_id] = stream
+        self.player = asyncio.ensure_future(self._play(request.request_id))
 
     def abort(self, request_id):
         self.aborted.append(request_id)
@@ -38,12 +44,15 @@ class ScriptedClient(EngineClient):
         for step in self.script:
             await asyncio.sleep(step if isinstance(step, float) else 0)
             if not isinstance(step, float):
-                self._tell(request_id, step)
+                self._deliver(request_id, step)
+
+
+def completion(text, finish_reason=None, index=0, error=None):
+    return CompletionDelta(index, text, [1], None, [], finish_reason, None, error)
 
 
 def delta(text, finish_reason=None):
-    completion = CompletionDelta(0, text, [1], None, [], finish_reason, None, None)
-    return RequestDelta("r", [completion], finish_reason is not None, None, 0, 0.0, 0.0)
+    return RequestDelta(KEY, [completion(text, finish_reason)], finish_reason is not None, None, 0, 0.0, 0.0)
 
 
 def a_state(script, **limits):
@@ -51,12 +60,12 @@ def a_state(script, **limits):
     return ServerState(ServeArgs(limits=Limits(**limits)), None, ScriptedClient(script), metrics, {})
 
 
-def a_job():
-    return Job("r", ["mine"], [[1, 2]], [SamplingParams()], cache_salt=None, streams=True)
+def a_job(n=1):
+    return Job("r", ["mine"], [[1, 2]], [SamplingParams(n=n)], cache_salt=None, streams=True, key="key")
 
 
-async def told_of(state, patience=None):
-    async with aclosing(follow(state, a_job(), patience)) as deltas:
+async def told_of(state, patience=None, n=1):
+    async with aclosing(follow(state, a_job(n), patience)) as deltas:
         async for news in deltas:
             yield KEEP_ALIVE if news is None else event({"text": news[1].completions[0].text})
 
@@ -132,7 +141,7 @@ def test_who_left_before_the_first_event_is_aborted(script, can_send):
         state.client.player.cancel()
         return aborted
 
-    assert asyncio.run(run()) == ["r"]
+    assert asyncio.run(run()) == [KEY]
     assert not state.running
 
 
@@ -158,15 +167,38 @@ def test_a_request_that_takes_too_long_is_ended():
     with pytest.raises(APIError, match=r"longer than 0\.2 s") as error:
         asyncio.run(run())
     assert error.value.status == 504
-    assert state.client.aborted == ["r"]
+    assert state.client.aborted == [KEY]
 
 
-def test_every_prompt_of_a_batch_is_known_by_its_own_id():
+def test_siblings_of_a_completion_that_fails_have_failed_too():
+    """Its client has not left, so they are no aborts; one that had ended before keeps its reason."""
+    failed = [completion("", "error", 1, error="no room"), completion("b", "stop", 0), completion("c", None, 2)]
+    state = a_state([RequestDelta(KEY, failed, False, None, 0, 0.0, 0.0)])
+
+    async def run():
+        return await respond(await EventStream.of(told_of(state, n=3)))
+
+    with pytest.raises(APIError, match="failed to complete this request: no room"):
+        asyncio.run(run())
+    metrics = state.metrics.text().decode()
+    counts = re.findall(r'request_success_total{.*finished_reason="(\w+)".*} (.*)', metrics)
+    assert dict(counts) == {"error": "2.0", "stop": "1.0"}
+
+
+def test_every_prompt_of_a_batch_can_be_aborted_by_its_own_id():
     params = [SamplingParams()] * 2
     job = Job("a", ["a", "b"], [[1], [2]], params, cache_salt=None, streams=False)
-    assert job.known_ids == {"a": ["a-0"], "b": ["a-1"]}
+    first, second = job.engine_ids
+    assert job.abort_ids == {"a": [first], "b": [second]}
     shared = Job("cmpl-x", ["x", "x"], [[1], [2]], params, cache_salt=None, streams=False)
-    assert shared.known_ids == {"x": ["cmpl-x-0", "cmpl-x-1"], "cmpl-x": ["cmpl-x-0", "cmpl-x-1"]}
+    assert shared.abort_ids == {"x": shared.engine_ids, "cmpl-x": shared.engine_ids}
+
+
+def test_no_two_jobs_share_an_id_in_the_engine_whatever_their_clients_call_them():
+    ids = [
+        engine_id for _ in range(3) for engine_id in Job("a", ["a"], [[1]], [SamplingParams()], None, True).engine_ids
+    ]
+    assert len(set(ids)) == 3
 
 
 BEFORE = EngineStats(

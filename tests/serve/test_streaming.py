@@ -261,18 +261,27 @@ def of_reason(live, reason):
     return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
 
 
-def test_an_id_may_not_run_twice_and_the_first_goes_on(live):
-    body = ENDLESS | {"stream": True, "request_id": "twice"}
-    with httpx.stream("POST", f"{live.base}/v1/completions", json=body, timeout=120) as answer:
-        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
-        next(lines)
-        status, refusal = live.post("/v1/completions", body | {"stream": False})
-        assert status == 400
-        assert "twice" in refusal["error"]["message"]
-        live.post("/abort_request", {"rid": "twice"})
-        *_, last, done = lines
-    assert json.loads(last)["choices"][0]["finish_reason"] == "abort"
-    assert done == "[DONE]"
+def test_requests_of_the_same_id_run_side_by_side_and_are_aborted_together(live):
+    """X-Request-Id names what belongs together, such as the calls of one trace; nobody is refused for it."""
+    header = {"x-request-id": "one-trace"}
+    with httpx.Client(base_url=live.base, headers=header, timeout=120) as client:
+        body = ENDLESS | {"stream": True}
+        with (
+            client.stream("POST", "/v1/completions", json=body) as one,
+            client.stream("POST", "/v1/completions", json=body | {"request_id": "one-trace"}) as two,
+        ):
+            texts = []
+            for answer in (one, two):
+                assert (answer.status_code, answer.headers["x-request-id"]) == (200, "one-trace")
+                texts.append(line.removeprefix("data: ") for line in answer.iter_lines() if line)
+            assert [json.loads(next(lines))["id"] for lines in texts] == ["cmpl-one-trace"] * 2
+            short = client.post("/v1/completions", json=ENDLESS | {"max_tokens": 2}).json()  # a third, which ends
+            assert short["choices"][0]["finish_reason"] == "length"
+            assert live.post("/abort_request", {"rid": "one-trace"}) == (200, {})
+            for lines in texts:
+                *_, last, done = lines
+                assert (json.loads(last)["choices"][0]["finish_reason"], done) == ("abort", "[DONE]")
+    live.wait_until(live.is_idle)
 
 
 def test_abort_all(live):

@@ -1,8 +1,9 @@
-"""A request of a client on its way through the engine: one or several prompts, each with its completions."""
+"""A client's request while it runs in the engine: one or several prompts, each with its completions."""
 
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
@@ -19,17 +20,28 @@ Round = tuple[int, int]  # drafts verified, tokens emitted
 
 @dataclass(eq=False)
 class Job:
-    """What a client asked for, and what has come of it.
+    """What a client asked for, and what has come of it so far.
+
+    Clients choose `id` and `client_ids`, to correlate logs and to abort requests. They may repeat, also among requests
+    that run at once: the engine knows requests by the server's own `key`.
 
     Attributes:
-        id: as the answer has it.
-        client_ids: of each prompt, as the client chose it, for /abort_request; prompts may share one.
-        prompts: token ids of each.
-        params: of each prompt.
-        streams: whether the client wants pieces.
+        id: id of the answer.
+        client_ids: the id of each prompt that /abort_request takes; prompts may share one.
+        prompts: token ids of each prompt.
+        params: sampling parameters of each prompt.
+        cache_salt: only prompts of the same salt share pages of the prefix cache.
+        streams: whether the client wants pieces as they come.
+        key: differs from that of every other job.
+        created: Unix time of arrival, seconds.
+        started: `time.perf_counter` at arrival.
         first_token: seconds from arrival to the first token; None before it.
-        queue: seconds from arrival to the start of the first prefill.
-        finish_reasons: of the completions that have ended.
+        queue: seconds from arrival to the start of the first prefill; None before it.
+        num_tokens: tokens emitted, over all completions.
+        num_cached_tokens: prompt tokens that the prefix cache had, over all prompts.
+        num_reasoning_tokens: tokens of reasoning, over all completions that have ended.
+        rounds: rounds of all completions.
+        finish_reasons: finish_reason of each completion that has ended.
     """
 
     id: str
@@ -38,6 +50,7 @@ class Job:
     params: list[SamplingParams]
     cache_salt: str | None
     streams: bool
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
@@ -50,36 +63,36 @@ class Job:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts."""
+        """Number of tokens, over all prompts."""
         return sum(map(len, self.prompts))
 
     @property
     def num_completions(self) -> int:
-        """Of all prompts."""
+        """Number of completions, over all prompts."""
         return sum(params.n for params in self.params)
 
     @property
     def engine_ids(self) -> list[str]:
-        """Of each prompt, in the engine."""
-        return [self.id] if len(self.prompts) == 1 else [f"{self.id}-{i}" for i in range(len(self.prompts))]
+        """The id of each prompt in the engine; no other request has it."""
+        return [f"{self.key}-{i}" for i in range(len(self.prompts))]
 
     @property
-    def known_ids(self) -> dict[str, list[str]]:
-        """Ids in the engine by the ids that clients know: their own, and that of the answer."""
-        known: dict[str, list[str]] = {}
+    def abort_ids(self) -> dict[str, list[str]]:
+        """Engine ids by each id that /abort_request may name: the client's ids, and the answer's."""
+        by_client: dict[str, list[str]] = {}
         for client_id, engine_id in zip(self.client_ids, self.engine_ids, strict=True):
-            known.setdefault(client_id, []).append(engine_id)
-        return {self.id: self.engine_ids} | known
+            by_client.setdefault(client_id, []).append(engine_id)
+        return {self.id: self.engine_ids} | by_client
 
     def engine_requests(self) -> list[Add]:
-        """What the engine is asked; in the order of the prompts."""
+        """The engine's requests, one for each prompt."""
         return [
             Add(request_id, token_ids, params, self.cache_salt, self.streams)
             for request_id, token_ids, params in zip(self.engine_ids, self.prompts, self.params, strict=True)
         ]
 
     def take(self, delta: RequestDelta) -> None:
-        """Count what has come.
+        """Count a delta.
 
         Raises:
             APIError: 500; the engine could not go on with a completion.
@@ -93,6 +106,7 @@ class Job:
             self.rounds += completion.rounds
             if completion.finish_reason is not None:
                 self.finish_reasons.append(completion.finish_reason)
+        for completion in delta.completions:
             if completion.error is not None:
                 raise APIError(f"the engine has failed to complete this request: {completion.error}", 500)
 
@@ -100,46 +114,54 @@ class Job:
 async def follow(
     state: ServerState, job: Job, patience: float | None = None
 ) -> AsyncGenerator[tuple[int, RequestDelta] | None, None]:
-    """What the engine says of a job, with the number of the prompt; None where it says nothing for `patience` seconds.
+    """Have the engine serve a job.
 
-    Leaving early aborts what runs.
+    Leaving the generator early aborts what runs.
+
+    Yields:
+        The number of a prompt and its next delta; None after `patience` seconds without one.
 
     Raises:
-        RequestError: it cannot be served.
-        QueueFullError: too many wait already.
-        EngineDeadError: there is no engine, or it has died.
-        APIError: 500, a completion has failed; 504, it took longer than a request may.
+        RequestError: the job cannot be served.
+        QueueFullError: too many requests wait already.
+        EngineDeadError: no engine serves, or it has died.
+        APIError: 500, a completion has failed; 504, the job took longer than a request may.
     """
     number = {engine_id: i for i, engine_id in enumerate(job.engine_ids)}
-    cut_off = "abort"  # why completions that have not ended are heard of no more
-    async with state.client.stream(job.engine_requests()) as stream:  # what is refused here has never run
+    unfinished = "abort"  # finish_reason for /metrics of the completions that have not ended by themselves
+    async with state.client.stream(job.engine_requests()) as stream:  # a job refused here is not counted: it never ran
         _register(state, job)
         try:
             async for delta in _deltas(state, job, stream, patience):
                 yield None if delta is None else (number[delta.request_id], delta)
         except (RequestError, QueueFullError):
-            cut_off = ""
+            unfinished = ""
             raise
         except EngineDeadError:
-            cut_off = "error"
+            unfinished = "error"
+            raise
+        except APIError as error:
+            unfinished = "error" if error.status == 500 else "abort"  # siblings of a failed completion end with it
             raise
         finally:
-            _forget(state, job)
-            if cut_off:
-                _observe(state, job, cut_off)
+            _unregister(state, job)
+            if unfinished:
+                _observe(state, job, unfinished)
 
 
-async def told(news: AsyncIterator[tuple[int, RequestDelta] | None]) -> AsyncIterator[tuple[int, RequestDelta]]:
-    """The same without what is None."""
-    async for each in news:
-        if each is not None:
-            yield each
+async def without_keepalives(
+    deltas: AsyncIterator[tuple[int, RequestDelta] | None],
+) -> AsyncIterator[tuple[int, RequestDelta]]:
+    """Drop the None items of `follow`, which only mark a quiet interval."""
+    async for delta in deltas:
+        if delta is not None:
+            yield delta
 
 
 async def _deltas(
     state: ServerState, job: Job, stream: EngineStream, patience: float | None
 ) -> AsyncIterator[RequestDelta | None]:
-    """What comes of a stream, counted; None where nothing does for `patience` seconds."""
+    """The deltas of a stream, each counted; None after `patience` seconds without one."""
     limit, last = state.args.limits.request_timeout, job.started
     while stream.unfinished:
         left = None if limit is None else job.started + limit - time.perf_counter()
@@ -158,27 +180,27 @@ async def _deltas(
 
 
 def _register(state: ServerState, job: Job) -> None:
-    """Let clients abort the job."""
-    for known, engine_ids in job.known_ids.items():
-        state.running.setdefault(known, []).extend(engine_ids)
+    """Let /abort_request find the job."""
+    for abort_id, engine_ids in job.abort_ids.items():
+        state.running.setdefault(abort_id, []).extend(engine_ids)
 
 
-def _forget(state: ServerState, job: Job) -> None:
-    """The job has ended, or its client has left."""
-    for known, engine_ids in job.known_ids.items():
-        left = [engine_id for engine_id in state.running[known] if engine_id not in engine_ids]
-        if left:
-            state.running[known] = left
+def _unregister(state: ServerState, job: Job) -> None:
+    """The job has ended, or its client has left; other jobs of the same ids stay."""
+    for abort_id, engine_ids in job.abort_ids.items():
+        others = [engine_id for engine_id in state.running[abort_id] if engine_id not in engine_ids]
+        if others:
+            state.running[abort_id] = others
         else:
-            del state.running[known]
+            del state.running[abort_id]
 
 
-def _observe(state: ServerState, job: Job, cut_off: str) -> None:
-    """Count a job that was run."""
-    num_cut_off = job.num_completions - len(job.finish_reasons)
+def _observe(state: ServerState, job: Job, unfinished: str) -> None:
+    """Count a job that ran; `unfinished` is the reason of its completions that have not ended by themselves."""
+    num_unfinished = job.num_completions - len(job.finish_reasons)
     state.metrics.observe(
         Finished(
-            reason=(*job.finish_reasons, *[cut_off] * num_cut_off),
+            reason=(*job.finish_reasons, *[unfinished] * num_unfinished),
             num_prompt_tokens=job.num_prompt_tokens,
             num_tokens=job.num_tokens,
             n=job.num_completions,

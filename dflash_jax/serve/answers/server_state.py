@@ -1,4 +1,4 @@
-"""What every route of the server works with."""
+"""The parts of the server that every route works with."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dflash_jax.serve.engine_link.link_messages import Ready
 from dflash_jax.serve.protocol import APIError
 from dflash_jax.text.renderer import Renderer
 
+RENDER_THREADS = 4  # threads that render templates and tokenise: one long text must not hold up everyone's prompts
 Result = TypeVar("Result")
 
 
@@ -25,12 +26,12 @@ class ServerState:
     """The server's parts.
 
     Attributes:
-        args: of the command line.
-        renderer: of the model's folder; used by `render` alone.
-        client: of the engine.
+        args: options of the command line.
+        renderer: renders and tokenises; long work goes through `render`.
+        client: the server's side of the engine process.
         metrics: of all requests.
-        defaults: sampling defaults, where a request gives none.
-        running: ids in the engine of the requests that run, by the ids that clients know.
+        defaults: sampling defaults, for what a request leaves open.
+        running: engine ids of the running requests, by each id that /abort_request may name.
         created: Unix time of the start, seconds.
     """
 
@@ -41,14 +42,14 @@ class ServerState:
     defaults: dict[str, Any]
     running: dict[str, list[str]] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
-    _intake: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "dflash-render"))
+    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(RENDER_THREADS, "dflash-render"))
 
     @property
     def ready(self) -> Ready:
-        """What the engine said of itself.
+        """The engine's limits.
 
         Raises:
-            APIError: 503; there is no engine.
+            APIError: 503; no engine serves.
         """
         if self.client.ready is None:
             raise APIError(self.client.cause, 503)
@@ -56,33 +57,37 @@ class ServerState:
 
     @property
     def model(self) -> str:
-        """The name that answers have."""
+        """The model's name in answers."""
         return self.args.served_model_name[0]
 
     def check_model(self, name: str | None) -> None:
-        """A request may leave the model out; one that names it must mean this.
+        """Check the model that a request names; None stands for the served one.
 
         Raises:
-            APIError: 404.
+            APIError: 404; it is not a name of the served model.
         """
         if name is not None and name not in self.args.served_model_name:
             served = ", ".join(map(repr, self.args.served_model_name))
             raise APIError(f"The model `{name[:200]}` does not exist; this server has {served}.", 404, param="model")
 
     async def render(self, function: Callable[[], Result]) -> Result:
-        """Do what may take long with templates and tokenizers, one at a time, while others' streams go on."""
-        return await asyncio.get_running_loop().run_in_executor(self._intake, function)
+        """Call a function that renders or tokenises in a thread, so that the event loop goes on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
 
 def sampling_defaults(generation_config: dict[str, Any], args: ServeArgs) -> dict[str, Any]:
-    """Sampling defaults of a server: of the model's `generation_config.json` unless told otherwise.
+    """Sampling defaults of a server, by `--generation-config` and `--override-generation-config`.
+
+    Args:
+        generation_config: the content of the `generation_config.json` that `--generation-config` names.
+        args: options of the command line.
 
     Raises:
-        ConfigError: a value is no number.
+        ConfigError: a value is not a number.
     """
-    own = {} if args.generation_config == "vllm" else generation_config
+    recommended = {} if args.generation_config == "vllm" else generation_config
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-    chosen = own | args.override_generation_config
+    chosen = recommended | args.override_generation_config
     defaults = {name: chosen[name] for name in names if chosen.get(name) is not None}
     for name, value in defaults.items():
         if isinstance(value, bool) or not isinstance(value, int | float):

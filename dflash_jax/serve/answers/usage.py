@@ -1,4 +1,4 @@
-"""What a request has cost, as clients read it: usage, vLLM's metrics, and which tokens were drafted."""
+"""What a request cost, as clients read it: OpenAI's usage, vLLM's metrics, and which tokens were drafted."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import time
 from typing import Any, Literal
 
 from dflash_jax.serve.answers.jobs import Job, Round
+from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.engine_link.link_messages import CompletionDelta
 
 
+def costs(state: ServerState, job: Job, *, with_reasoning: bool = False) -> dict[str, Any]:
+    """The fields `usage` and `metrics` of a complete answer."""
+    args = state.args
+    usage = usage_of(job, with_cached=args.enable_prompt_tokens_details, with_reasoning=with_reasoning)
+    metrics = metrics_of(job, args.per_request_spec_decode_metrics, state.ready.num_speculative_tokens)
+    return {"usage": usage} | ({} if metrics is None else {"metrics": metrics})
+
+
 def usage_of(job: Job, *, with_cached: bool, with_reasoning: bool = False) -> dict[str, Any]:
-    """OpenAI's `usage` so far."""
+    """OpenAI's `usage` of what has come so far."""
     prompt, completion = job.num_prompt_tokens, job.num_tokens
     usage: dict[str, Any] = {
         "prompt_tokens": prompt,
@@ -27,7 +36,7 @@ def usage_of(job: Job, *, with_cached: bool, with_reasoning: bool = False) -> di
 def metrics_of(
     job: Job, detail: Literal["none", "summary", "detailed"], num_speculative_tokens: int
 ) -> dict[str, Any] | None:
-    """The `metrics` of a request as vLLM has them; None of several completions, of which they make no sense."""
+    """The `metrics` of a request as in vLLM; None if it has several completions, for which vLLM defines none."""
     if detail == "none" or job.num_completions != 1 or job.first_token is None:
         return None
     seconds = time.perf_counter() - job.started
@@ -45,9 +54,9 @@ def metrics_of(
 
 
 def speculation_of(rounds: list[Round], num_speculative_tokens: int, with_steps: bool) -> dict[str, Any]:
-    """The `speculative_decoding` of vLLM's metrics: of rounds that verified drafts.
+    """The `speculative_decoding` of vLLM's metrics, over the rounds that verified drafts.
 
-    The last token that a round emits counts as the target's own, also where the text ended within accepted drafts.
+    The last token that a round emits counts as the target's own, even if the text ended within accepted drafts.
     """
     steps = [(drafted, emitted - 1) for drafted, emitted in rounds if drafted and emitted]
     histogram = [0] * (num_speculative_tokens + 1)
@@ -70,8 +79,9 @@ def speculation_of(rounds: list[Round], num_speculative_tokens: int, with_steps:
 
 
 def drafted_flags(completion: CompletionDelta) -> list[bool]:
-    """Of each token of a delta, whether the drafter had proposed it."""
+    """For each token of a delta, whether the drafter had proposed it."""
     flags: list[bool] = []
     for _, emitted in completion.rounds:
-        flags += [True] * (emitted - 1) + [False] * (emitted > 0)
+        if emitted:
+            flags += [True] * (emitted - 1) + [False]
     return [False] * (len(completion.token_ids) - len(flags)) + flags

@@ -1,4 +1,4 @@
-"""The server's side of the engine process: starts it, talks to it, and notices at once when it dies."""
+"""The server's side of the engine process: starts it, exchanges messages with it, and notices at once when it dies."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, replace
-from itertools import count, zip_longest
+from itertools import zip_longest
 from types import TracebackType
 from typing import Any
 
@@ -33,25 +34,30 @@ from dflash_jax.serve.engine_link.link_messages import (
     ToEngine,
 )
 
-ENGINE_PROCESS = (sys.executable, "-m", "dflash_jax.serve.engine_link.engine_process")  # and its socket's descriptor
-FIRST_DELAY, LAST_DELAY = 1.0, 60.0  # seconds before a restart, doubled while restarts fail
-EXIT_SECONDS = 10.0  # that a process may take to end before it is killed
+# The command of the engine process; the descriptor of its socket follows as the last argument.
+ENGINE_PROCESS = (sys.executable, "-m", "dflash_jax.serve.engine_link.engine_process")
+FIRST_DELAY, LAST_DELAY = 1.0, 60.0  # seconds before a restart; doubled after each failed one, from first to last
+EXIT_SECONDS = 10.0  # seconds that a process may take to end before it is killed
 ERRORS = {kind.__name__: kind for kind in (RequestError, QueueFullError, EngineDeadError, RuntimeError)}
 DIED, STOPPED = "the engine process has died; see its log.", "the server is shutting down."
+UNREADABLE = "the engine process was ended, since a message of it could not be handled"
 logger = logging.getLogger(__name__)
 
 
 class EngineClient:
-    """An engine process and the requests it serves.
+    """An engine process and the requests that it serves.
+
+    Requests are known by the ids of their `Add`, which must differ from those of all earlier requests: then a late
+    message about a request whose client has left can reach nobody else.
 
     Args:
         start: what the process loads.
-        restarts: whether it is started again when it has died.
+        restarts: whether the process is started again after it has died.
 
     Attributes:
-        ready: what the engine said when it was ready; None while there is none to talk to.
-        cause: why there is none, in words.
-        failed_at_start: what kept the very first engine from starting, None if nothing has.
+        ready: the engine's first message; None while no engine serves.
+        cause: why no engine serves, as a sentence for clients.
+        failed_at_start: what kept the very first engine from starting; None if nothing did.
     """
 
     def __init__(self, start: Start, *, restarts: bool):
@@ -60,37 +66,34 @@ class EngineClient:
         self.failed_at_start: Failed | None = None
         self._start, self._restarts = start, restarts
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FromEngine)
-        # The engine knows each request by an id that no other ever had: what it has said of one that was left must
-        # not reach the next of the same name.
-        self._engine_ids: dict[str, str] = {}
-        self._streams: dict[str, tuple[EngineStream, str]] = {}  # and our id, by the engine's
-        self._counter = count()
+        self._streams: dict[str, EngineStream] = {}  # by the ids of their running requests
         self._calls: dict[int, asyncio.Future[str | None]] = {}
         self._num_calls, self._had_engine, self._is_stopped = 0, False, False
-        self._earlier, self._latest = EngineStats(), EngineStats()  # of engines that have died, and of this one
+        self._earlier, self._latest = EngineStats(), EngineStats()  # sums of the dead engines; the running engine's
         self._writer: asyncio.StreamWriter | None = None
+        self._turn = asyncio.Lock()  # held by the stream that sends its requests
         self._process: asyncio.subprocess.Process | None = None
 
     @property
     def stats(self) -> EngineStats:
-        """The engine's last known state; numbers of events go on counting when it is started again."""
+        """The engine's last known state. Counters of events go on across restarts."""
         return added(self._earlier, self._latest)
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's process."""
+        """Id of the engine's process; None before the first start."""
         return None if self._process is None else self._process.pid
 
     @property
     def num_requests(self) -> int:
-        """Requests that have been sent and not ended."""
+        """Number of requests that were sent and have not ended."""
         return len(self._streams)
 
     async def run(self, on_change: Callable[[], None] = lambda: None) -> None:
-        """Keep an engine running until cancelled, or until it has died for good.
+        """Keep an engine running until this task is cancelled or the engine has died for good.
 
         Args:
-            on_change: called when an engine is ready, and when it has died.
+            on_change: called when an engine is ready, and when one has died.
         """
         delay = FIRST_DELAY
         while True:
@@ -102,7 +105,7 @@ class EngineClient:
             await asyncio.sleep(delay)
 
     async def _run_once(self, on_change: Callable[[], None]) -> bool:
-        """One life of an engine; returns whether it ever was ready."""
+        """Start an engine and handle its messages until it dies; returns whether it ever was ready."""
         was_ready = False
         failure = Failed("EngineDeadError", DIED)
         try:
@@ -112,7 +115,7 @@ class EngineClient:
                     case Outputs():
                         self._hand_out(message)
                     case Refused():
-                        self._tell(message.request_id, ERRORS[message.kind](message.message))
+                        self._deliver(message.request_id, ERRORS.get(message.kind, RuntimeError)(message.message))
                     case Reply():
                         self._answer(message.number, message.error)
                     case Ready():
@@ -127,9 +130,12 @@ class EngineClient:
             raise
         except OSError as error:
             failure = Failed("EngineDeadError", f"the engine process cannot be started ({error}).")
+        except Exception as error:  # a message of another version, or our own mistake: this task must not die unseen
+            logger.exception("a message of the engine process cannot be handled; the process is ended")
+            failure = Failed("EngineDeadError", f"{UNREADABLE} ({type(error).__name__}).")
         finally:
-            self._mourn(STOPPED if self._is_stopped else failure.message)
-            await self._reap()
+            self._fail_all(STOPPED if self._is_stopped else failure.message)
+            await self._end_process()
         if self._is_stopped:
             return was_ready
         if not (was_ready or self._had_engine):
@@ -141,42 +147,49 @@ class EngineClient:
 
     async def _spawn(self) -> asyncio.StreamReader:
         ours, theirs = socket.socketpair()
-        with theirs:
-            # A session of its own: a Ctrl-C at the terminal is the server's to answer.
-            self._process = await asyncio.create_subprocess_exec(
-                *(*ENGINE_PROCESS, str(theirs.fileno())),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        reader, self._writer = await asyncio.open_connection(sock=ours)
+        try:
+            with theirs:
+                # The process gets a session of its own, so that Ctrl-C at the terminal reaches the server alone.
+                self._process = await asyncio.create_subprocess_exec(
+                    *(*ENGINE_PROCESS, str(theirs.fileno())),
+                    pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
         self._send(self._start)
         return reader
 
     async def _receive(self, reader: asyncio.StreamReader) -> FromEngine | None:
+        """The next message; None at the end of the connection."""
         try:
             header = await reader.readexactly(HEADER)
             return self._decoder.decode(await reader.readexactly(int.from_bytes(header, "big")))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 
-    def _mourn(self, cause: str) -> None:
-        """The engine is gone: tell everybody who waits for it."""
+    def _fail_all(self, cause: str) -> None:
+        """The engine is gone: end every stream and every call with this cause."""
         self.ready, self.cause = None, cause
         self._earlier = replace(self.stats, num_running=0, num_waiting=0, kv_cache_usage=0.0)
         self._latest = EngineStats()
-        for engine_id in list(self._streams):
-            self._tell(engine_id, EngineDeadError(cause))
+        for request_id in list(self._streams):
+            self._deliver(request_id, EngineDeadError(cause))
         for number in list(self._calls):
             self._answer(number, cause)
 
     def _answer(self, number: int, error: str | None) -> None:
-        future = self._calls.pop(number)
-        if not future.done():  # it is if who called has gone
+        future = self._calls.pop(number, None)
+        if future is None:
+            logger.warning("the engine has replied to call %s, which nobody waits for", number)
+        elif not future.done():  # it is done if the caller was cancelled
             future.set_result(error)
 
-    async def _reap(self) -> None:
-        """Hang up, and see the process end."""
+    async def _end_process(self) -> None:
+        """Close the connection, which ends the process; kill a process that stays."""
         if self._writer is not None:
             self._writer.close()
         if self._process is not None:
@@ -188,105 +201,106 @@ class EngineClient:
                 await self._process.wait()
 
     def stop(self) -> None:
-        """End the process now, and start no other; everybody who waits for it is told."""
+        """Kill the process and start no other; running requests end with an `EngineDeadError`."""
         self._is_stopped = True
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
     def stream(self, requests: list[Add]) -> EngineStream:
-        """Have the engine serve requests; to be used as an async context manager."""
+        """A stream of the requests' deltas, to be entered as an async context manager, which sends the requests."""
         return EngineStream(self, requests)
 
     def abort(self, request_id: str) -> None:
-        """End a request now; its stream ends with what it has. Others are ignored."""
-        engine_id = self._engine_ids.get(request_id)
-        if engine_id is not None:
-            self._send(Abort(engine_id))
+        """End a running request now; its stream ends with what it has. Unknown ids are ignored."""
+        if request_id in self._streams:
+            self._send(Abort(request_id))
 
     async def call(self, name: CallName, argument: str = "") -> None:
-        """Have the engine do something between two steps; returns when it is done.
+        """Have the engine do something between two steps; returns after it was done.
 
         Raises:
-            EngineDeadError: there is no engine.
+            EngineDeadError: no engine serves.
             RequestError: the engine could not do it.
         """
-        self._need_engine()
+        self._check_engine()
         self._num_calls += 1
         future = self._calls[self._num_calls] = asyncio.get_running_loop().create_future()
         self._send(Call(self._num_calls, name, argument))
         if (error := await future) is not None:
             raise RequestError(f"{name}: {error}")
 
-    def _need_engine(self) -> None:
+    def _check_engine(self) -> None:
         if self.ready is None:
             raise EngineDeadError(self.cause)
 
     def _send(self, message: ToEngine) -> None:
-        assert self._writer is not None
         body = self._encoder.encode(message)
-        self._writer.write(len(body).to_bytes(HEADER, "big") + body)
+        self._connected().write(len(body).to_bytes(HEADER, "big") + body)
+
+    def _connected(self) -> asyncio.StreamWriter:
+        assert self._writer is not None
+        return self._writer
 
     def _hand_out(self, outputs: Outputs) -> None:
         self._latest = outputs.stats
         for delta in outputs.deltas:
-            self._tell(delta.request_id, delta)
+            self._deliver(delta.request_id, delta)
 
-    def _tell(self, engine_id: str, news: RequestDelta | Exception) -> None:
-        if engine_id not in self._streams:  # its client has gone
+    def _deliver(self, request_id: str, news: RequestDelta | Exception) -> None:
+        """Put news of a request on its stream; without a stream its client has left."""
+        stream = self._streams.get(request_id)
+        if stream is None:
             return
-        stream, request_id = self._streams[engine_id]
         if isinstance(news, Exception) or news.finished:
-            self._forget(request_id)
-        if isinstance(news, RequestDelta):
-            news.request_id = request_id
+            del self._streams[request_id]
         stream.put(news)
 
-    def open(self, stream: EngineStream, requests: list[Add]) -> None:
-        """Send a stream's requests, all or none."""
-        self._need_engine()
-        for request in requests:
-            if request.request_id in self._engine_ids:
-                raise RequestError(f"request_id={request.request_id!r} is taken by a running request; give another.")
-        for request in requests:
-            engine_id = f"{request.request_id}/{next(self._counter)}"
-            self._engine_ids[request.request_id] = engine_id
-            self._streams[engine_id] = stream, request.request_id
-            self._send(msgspec.structs.replace(request, request_id=engine_id))
+    async def open(self, stream: EngineStream, requests: list[Add]) -> None:
+        """Send the requests of a stream.
 
-    def _forget(self, request_id: str) -> None:
-        """A request has ended."""
-        del self._streams[self._engine_ids.pop(request_id)]
+        Waits until the engine process has read most of what was sent before, and lets in one stream at a time: prompts
+        that the process has no time to read must not pile up in the socket's buffer.
+
+        Raises:
+            EngineDeadError: no engine serves.
+        """
+        self._check_engine()
+        async with self._turn:
+            with suppress(ConnectionError):  # of an engine that has died, as the check below tells
+                await self._connected().drain()
+            self._check_engine()
+            for request in requests:
+                self._streams[request.request_id] = stream
+                self._send(request)
 
     def close(self, stream: EngineStream) -> None:
-        """Nobody reads a stream any more: abort what runs of it."""
+        """Abort the requests of a stream that still run: nobody reads it any more."""
         for request_id in stream.unfinished:
-            engine_id = self._engine_ids.get(request_id)
-            if engine_id is not None and self._streams[engine_id][0] is stream:
+            if request_id in self._streams:
                 self.abort(request_id)
-                self._forget(request_id)
+                del self._streams[request_id]
 
 
 def added(earlier: EngineStats, latest: EngineStats) -> EngineStats:
-    """The sums of two engines' numbers."""
+    """The sums of two engines' statistics, field by field; tuples are added position by position."""
 
-    def of_field(name: str) -> Any:
+    def total(name: str) -> Any:
         first, second = getattr(earlier, name), getattr(latest, name)
         if isinstance(first, tuple):
             return tuple(a + b for a, b in zip_longest(first, second, fillvalue=0))
         return first + second
 
-    return EngineStats(**{f.name: of_field(f.name) for f in fields(EngineStats)})
+    return EngineStats(**{f.name: total(f.name) for f in fields(EngineStats)})
 
 
 class EngineStream:
-    """The deltas of some requests that one client waits for. Leaving it aborts those that have not ended.
+    """The deltas of requests that one client waits for. Leaving the context aborts requests that have not ended.
 
     Attributes:
         unfinished: ids of the requests whose last delta has not been read.
 
-    Raises, on entering:
-        EngineDeadError: there is no engine.
-        RequestError: an id is taken.
+    Raises:
+        EngineDeadError: on entering; no engine serves.
     """
 
     def __init__(self, client: EngineClient, requests: list[Add]):
@@ -295,7 +309,7 @@ class EngineStream:
         self._news: asyncio.Queue[RequestDelta | Exception] = asyncio.Queue()
 
     async def get(self, patience: float | None = None) -> RequestDelta | None:
-        """The next delta; None if there is none for that many seconds.
+        """The next delta; None if none comes for `patience` seconds.
 
         Raises:
             RequestError: a request cannot be served.
@@ -314,11 +328,11 @@ class EngineStream:
         return news
 
     def put(self, news: RequestDelta | Exception) -> None:
-        """From the client: what the engine said of a request."""
+        """Append what the engine said of a request, or the error that ended it; called by the client."""
         self._news.put_nowait(news)
 
     async def __aenter__(self) -> EngineStream:
-        self._client.open(self, self._requests)
+        await self._client.open(self, self._requests)
         return self
 
     async def __aexit__(

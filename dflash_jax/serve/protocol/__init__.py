@@ -14,6 +14,7 @@ from dflash_jax.serve.protocol.params import (
     completion_prompts,
     fit_prompt,
     generate_sampling_params,
+    prompt_too_long,
     sampling_params,
 )
 from dflash_jax.serve.protocol.sampling import StreamOptions
@@ -35,6 +36,7 @@ __all__ = [
     "generate_sampling_params",
     "of_exception",
     "parse",
+    "prompt_too_long",
     "sampling_params",
     "unknown_fields",
     "validation_error",

@@ -102,12 +102,17 @@ def fit_prompt(
         keep = max(max_model_len - (max_tokens or 1), 1)
     kept = list(token_ids if keep is None else token_ids[-keep:])
     if len(kept) >= max_model_len:
-        raise APIError(
-            f"Input length ({len(kept)}) exceeds model's maximum context length ({max_model_len}) less the one token "
-            "that an answer needs: shorten the prompt, or set truncate_prompt_tokens=-1.",
-            param="prompt",
-        )
+        raise prompt_too_long(str(len(kept)), max_model_len)
     return kept
+
+
+def prompt_too_long(length: str, max_model_len: int) -> APIError:
+    """The refusal of a prompt that leaves no room for an answer; `length` says how many tokens it has."""
+    return APIError(
+        f"Input length ({length}) exceeds model's maximum context length ({max_model_len}) less the one token "
+        "that an answer needs: shorten the prompt, or set truncate_prompt_tokens=-1.",
+        param="prompt",
+    )
 
 
 def _params(

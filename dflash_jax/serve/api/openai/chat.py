@@ -10,14 +10,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from dflash_jax.serve.answers.answers import ChunkBuffer, TokenSources, costs, headers_of, log_request, new_job
-from dflash_jax.serve.answers.jobs import Job, follow, told
+from dflash_jax.serve.answers.chunks import ChunkBuffer, TokenSources
+from dflash_jax.serve.answers.jobs import Job, follow, without_keepalives
 from dflash_jax.serve.answers.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from dflash_jax.serve.answers.requests import encode, log_request, new_job, response_headers
 from dflash_jax.serve.answers.server_state import ServerState
-from dflash_jax.serve.answers.usage import usage_of
+from dflash_jax.serve.answers.usage import costs, usage_of
 from dflash_jax.serve.engine_link.link_messages import CompletionDelta, RequestDelta
 from dflash_jax.serve.http.streaming import DONE, KEEP_ALIVE, Events, EventStream, event, json_response, unless_left
-from dflash_jax.serve.protocol import APIError, ChatCompletionRequest, sampling_params
+from dflash_jax.serve.protocol import APIError, ChatCompletionRequest, TokenizeRequest, sampling_params
 from dflash_jax.text.parsing import END_THINK, THINK, Delta, OutputParser, ParsedOutput, collect, prompt_reasoning
 from dflash_jax.text.tokenizer import Detokenizer, Tokenizer
 
@@ -173,7 +174,7 @@ def chat_router(state: ServerState) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None, summary="Answer a chat")
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         chat = await _chat(state, body, request)
-        headers = headers_of(state, chat.job)
+        headers = response_headers(state, chat.job)
         if body.stream:
             return await EventStream.of(_stream(chat), headers)
         return await unless_left(request, _answer(chat, headers))
@@ -187,7 +188,7 @@ async def _chat(state: ServerState, body: ChatCompletionRequest, request: Reques
     params = sampling_params(body, state.defaults, state.args.limits)
     if params.max_tokens is None and "max_new_tokens" in state.defaults:
         params = replace(params, max_tokens=state.defaults["max_new_tokens"])
-    text, token_ids = await state.render(lambda: render(state, body))
+    text, token_ids = await state.render(lambda: _rendered(state, body))
     if params.structured_outputs is not None and state.args.reasoning_parser and body.separate_reasoning:
         tokenizer = state.renderer.need_tokenizer("a chat")
         params = replace(params, reasoning_token_ids=reasoning_token_ids(tokenizer, text))
@@ -202,25 +203,31 @@ def reasoning_token_ids(tokenizer: Tokenizer, prompt: str) -> tuple[int | None, 
     None where the template has closed it, or where the tags are no tokens, so that no mask can tell them.
     """
     begins = prompt_reasoning(prompt)
-    opens, closes = (tokenizer.hf.backend_tokenizer.token_to_id(tag) for tag in (THINK, END_THINK))
+    opens, closes = (tokenizer.token_id(tag) for tag in (THINK, END_THINK))
     if begins is False or opens is None or closes is None:
         return None
     return None if begins else opens, closes
 
 
-def render(state: ServerState, body: Any) -> tuple[str, list[int]]:
-    """A conversation as text and tokens.
+def chat_text(state: ServerState, body: ChatCompletionRequest | TokenizeRequest) -> str:
+    """The text of the prompt that a conversation becomes.
 
     Raises:
         RequestError: the model has no chat template, or it refuses the messages.
     """
-    text = state.renderer.chat_text(
-        body.messages,
+    return state.renderer.chat_text(
+        body.messages or [],
         chat_template=state.args.chat_template,
         add_generation_prompt=body.add_generation_prompt,
         chat_template_kwargs=body.template_kwargs(state.args.default_chat_template_kwargs),
     )
-    return text, state.renderer.need_tokenizer("a chat").encode(text, add_special_tokens=False)
+
+
+def _rendered(state: ServerState, body: ChatCompletionRequest) -> tuple[str, list[int]]:
+    """The prompt of a chat as text and as token ids."""
+    text = chat_text(state, body)
+    is_truncated = body.truncate_prompt_tokens is not None
+    return text, encode(state, text, "a chat", add_special_tokens=False, is_truncated=is_truncated)
 
 
 def _check_tools(state: ServerState, body: ChatCompletionRequest) -> None:
@@ -236,11 +243,11 @@ async def _answer(chat: Chat, headers: dict[str, str]) -> Response:
     choices: list[dict[str, Any]] = []
     of_prompt = None
     async with aclosing(follow(chat.state, chat.job)) as news:
-        async for _, delta in told(news):
+        async for _, delta in without_keepalives(news):
             of_prompt = prompt_logprobs(delta.prompt_logprobs)
             choices += [_whole_choice(chat.choice(), completion) for completion in delta.completions]
     answer = chat.head("chat.completion") | {"choices": sorted(choices, key=lambda choice: choice["index"])}
-    answer |= costs(chat.state, chat.job, reasons=chat.reasons)
+    answer |= costs(chat.state, chat.job, with_reasoning=chat.reasons)
     if of_prompt is not None:
         answer["prompt_logprobs"] = of_prompt
     if chat.body.return_token_ids:
@@ -312,5 +319,5 @@ async def _stream(chat: Chat) -> Events:
                 is_first = False
                 yield event(message)
     if body.include_usage or state.args.enable_force_include_usage:
-        yield event(head | {"choices": []} | costs(state, job, reasons=chat.reasons))
+        yield event(head | {"choices": []} | costs(state, job, with_reasoning=chat.reasons))
     yield DONE

@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from dflash_jax.serve.answers.answers import ChunkBuffer, TokenSources, costs, headers_of, log_request, new_job
-from dflash_jax.serve.answers.jobs import Job, follow, told
+from dflash_jax.serve.answers.chunks import ChunkBuffer, TokenSources
+from dflash_jax.serve.answers.jobs import Job, follow, without_keepalives
 from dflash_jax.serve.answers.logprobs import (
     Alternatives,
     TextOffsets,
@@ -19,8 +19,9 @@ from dflash_jax.serve.answers.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
+from dflash_jax.serve.answers.requests import encode, log_request, new_job, response_headers
 from dflash_jax.serve.answers.server_state import ServerState
-from dflash_jax.serve.answers.usage import usage_of
+from dflash_jax.serve.answers.usage import costs, usage_of
 from dflash_jax.serve.engine_link.link_messages import CompletionDelta
 from dflash_jax.serve.http.streaming import DONE, KEEP_ALIVE, Events, EventStream, event, json_response, unless_left
 from dflash_jax.serve.protocol import CompletionRequest, completion_prompts, sampling_params
@@ -103,7 +104,7 @@ def completions_router(state: ServerState) -> APIRouter:
     @router.post("/v1/completions", response_model=None, summary="Complete prompts")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         whole = await _completions(state, body, request)
-        headers = headers_of(state, whole.job)
+        headers = response_headers(state, whole.job)
         if body.stream:
             return await EventStream.of(_stream(whole), headers)
         return await unless_left(request, _answer(whole, headers))
@@ -115,7 +116,7 @@ async def _completions(state: ServerState, body: CompletionRequest, request: Req
     state.check_model(body.model)
     params = sampling_params(body, state.defaults, state.args.limits)
     prompts = completion_prompts(body, state.args.limits)
-    token_ids = await state.render(lambda: [encode(state, p, special=body.add_special_tokens) for p in prompts])
+    token_ids = await state.render(lambda: [_token_ids(state, body, prompt) for prompt in prompts])
     job = new_job(state, body, request, "cmpl", token_ids, params)
     log_request(state, job, prompts[0] if isinstance(prompts[0], str) else None)
     texts = [""] * len(prompts)
@@ -129,15 +130,12 @@ async def _completions(state: ServerState, body: CompletionRequest, request: Req
     return Completions(state, body, job, texts)
 
 
-def encode(state: ServerState, prompt: str | list[int], *, special: bool = True) -> list[int]:
-    """Token ids of a prompt.
-
-    Raises:
-        RequestError: it is text and the model has no tokenizer.
-    """
+def _token_ids(state: ServerState, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, list):
         return prompt
-    return state.renderer.need_tokenizer("a text prompt").encode(prompt, add_special_tokens=special)
+    is_truncated = body.truncate_prompt_tokens is not None
+    add_special = body.add_special_tokens
+    return encode(state, prompt, "a text prompt", add_special_tokens=add_special, is_truncated=is_truncated)
 
 
 def _text(state: ServerState, prompt: str | list[int], token_ids: list[int], *, is_whole: bool) -> str:
@@ -151,7 +149,7 @@ def _text(state: ServerState, prompt: str | list[int], token_ids: list[int], *, 
 async def _answer(whole: Completions, headers: dict[str, str]) -> Response:
     choices: list[dict[str, Any]] = []
     async with aclosing(follow(whole.state, whole.job)) as news:
-        async for prompt, delta in told(news):
+        async for prompt, delta in without_keepalives(news):
             of_prompt = prompt_logprobs(delta.prompt_logprobs) if whole.body.prompt_logprobs is not None else None
             for completion in delta.completions:
                 choice = whole.choice(prompt, completion.index).take(completion, delta.prompt_logprobs)

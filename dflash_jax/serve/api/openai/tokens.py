@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 
 from dflash_jax.serve.answers.server_state import ServerState
-from dflash_jax.serve.api.openai.chat import render
+from dflash_jax.serve.api.openai.chat import chat_text
 from dflash_jax.serve.http.streaming import json_response
 from dflash_jax.serve.protocol import APIError, DetokenizeRequest, TokenizeRequest
 
@@ -41,7 +41,7 @@ def tokens_router(state: ServerState) -> APIRouter:
 def _tokenized(state: ServerState, body: TokenizeRequest) -> dict[str, Any]:
     tokenizer = state.renderer.need_tokenizer("tokenize")
     is_chat = body.messages is not None
-    text = render(state, body)[0] if is_chat else body.prompt or ""
+    text = chat_text(state, body) if is_chat else body.prompt or ""
     special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
     tokens = tokenizer.encode(text, add_special_tokens=special)
     strings = tokenizer.hf.convert_ids_to_tokens(tokens) if body.return_token_strs else None

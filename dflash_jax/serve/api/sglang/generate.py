@@ -11,11 +11,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from dflash_jax.base.values import Logprob
-from dflash_jax.serve.answers.jobs import Job, follow, told
+from dflash_jax.serve.answers.jobs import Job, follow, without_keepalives
 from dflash_jax.serve.answers.logprobs import LEAST
+from dflash_jax.serve.answers.requests import encode
 from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.answers.usage import speculation_of
-from dflash_jax.serve.api.openai.completions import encode
 from dflash_jax.serve.engine_link.link_messages import CompletionDelta, RequestDelta
 from dflash_jax.serve.http.streaming import DONE, KEEP_ALIVE, Events, EventStream, event, json_response, unless_left
 from dflash_jax.serve.protocol import GenerateRequest, completion_prompts, fit_prompt, generate_sampling_params
@@ -98,7 +98,9 @@ def generate_router(state: ServerState) -> APIRouter:
 async def _job(state: ServerState, body: GenerateRequest) -> tuple[Job, list[str]]:
     every_params = generate_sampling_params(body, state.defaults, state.args.limits)
     prompts = completion_prompts(body, state.args.limits)
-    token_ids = await state.render(lambda: [encode(state, prompt) for prompt in prompts])
+    token_ids = await state.render(
+        lambda: [p if isinstance(p, list) else encode(state, p, "a text prompt") for p in prompts]
+    )
     fitted = [
         fit_prompt(
             ids,
@@ -115,7 +117,7 @@ async def _job(state: ServerState, body: GenerateRequest) -> tuple[Job, list[str
 async def _answer(state: ServerState, body: GenerateRequest, job: Job, rids: list[str]) -> Response:
     answers: dict[tuple[int, int], dict[str, Any]] = {}
     async with aclosing(follow(state, job)) as news:
-        async for prompt, delta in told(news):
+        async for prompt, delta in without_keepalives(news):
             for completion in delta.completions:
                 whole = Whole(state, job, prompt, rids[prompt])
                 answers[prompt, completion.index] = whole.take(completion, delta)
