@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -58,7 +59,7 @@ def is_fastest(args: Arguments) -> bool:
 
 def _widened_bytes(args: Arguments) -> int:
     """Bytes of a copy in 16 bits of all pages that the page table can name."""
-    return 2 * 2 * args.page_table.size * args.k_pages[0].size
+    return 2 * 2 * args.page_table.size * math.prod(args.k_pages.shape[1:])
 
 
 def _widened(args: Arguments) -> Arguments:

@@ -1,0 +1,127 @@
+"""Calls of every operation on several devices, and the frozen table of which implementation serves each of them.
+
+`python -m tests.kernels.choices` writes `choices.txt` anew: do so only when a choice is meant to change, and read the
+difference. A line is `operation, device, call: letters`, one letter for each value of the axis that the call leaves
+open, equal neighbours counted: `r2m` is reference, reference, mosaic.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.arguments import Arguments
+
+TABLE = Path(__file__).with_name("choices.txt")
+BF16, F16, F32, E4M3, E5M2 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
+TOKENS = (0, 1, 2, 8, 15, 16, 17, 32, 48, 63, 64, 65, 96, 128, 192, 254, 256, 257, 384, 511, 512, 1000, 1024, 2048, 8192)
+HEADS = ((32, 8, 128), (16, 8, 128), (8, 8, 128), (64, 8, 128), (9, 3, 64), (16, 2, 256), (32, 8, 96))  # N, K, H
+QUERIES, WIDTHS = (1, 8, 16, 32, 64, 128, 512, 2048), (8, 32, 63, 64, 512, 640, 2048)  # tokens and pages a sequence
+
+
+INTERPRETER = "interpreter"  # a CPU that is told to interpret kernels
+
+
+class Card(NamedTuple):
+    """A device that a test pretends to have."""
+
+    name: str
+    compute_capability: tuple[int, int] | None
+    sm_count: int = 132
+
+
+CARDS = (
+    Card("cpu", None),
+    Card(INTERPRETER, None),
+    Card("sm_80", (8, 0), 108),
+    Card("sm_89", (8, 9), 142),
+    Card("sm_90", (9, 0)),
+    Card("sm_90 of 78 SMs", (9, 0), 78),
+    Card("sm_100", (10, 0), 148),
+)
+
+Chosen = Callable[[str, Card, tuple[Any, ...]], str]  # operation, device and call -> name of the implementation
+
+
+def shape(*dimensions: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dimensions, dtype)
+
+
+def calls() -> Iterator[tuple[str, str, list[tuple[Any, ...]]]]:
+    """Operation, what its calls have in common, and the calls."""
+    for dtype, result in ((BF16, BF16), (BF16, F32), (F16, F16), (F32, F32), (E4M3, BF16), (E4M3, F32), (E4M3, E4M3)):
+        for weight in _PRODUCTS:
+            of = f"{_name(dtype)} {weight[0]}x{weight[1]} to {_name(result)}"
+            every = [(shape(t, weight[1], dtype=dtype), shape(*weight, dtype=dtype), result) for t in TOKENS]
+            yield "product", of, every
+            yield "split_product", of, every
+    for dtype in (BF16, F16, F32, E4M3):
+        for weight in ((16, 2, 768, 4096), (16, 2, 608, 2560), (16, 2, 1088, 5120), (4, 2, 768, 1024), (8, 2, 100, 4096)):
+            arrays = [(shape(t, weight[3], dtype=dtype), shape(*weight, dtype=dtype)) for t in TOKENS]
+            yield "swiglu", f"{_name(dtype)} {weight}", arrays
+        for weight in _HEADS_OF_MODELS:
+            arrays = [(shape(t, weight[1], dtype=dtype), shape(*weight, dtype=dtype)) for t in TOKENS]
+            yield "largest_product", f"{_name(dtype)} {weight}", arrays
+        widths = (64, 4096, 65536, 65537, 131072)
+        yield "add_norm", _name(dtype), [(shape(4, width, dtype=dtype),) for width in widths]
+        yield "quantize", _name(dtype), [(width,) for width in widths]
+    for dtype, H in itertools.product((BF16, F32, E4M3, E5M2), (64, 96, 128)):
+        pools = [shape(pages, 8, 64, H, dtype=dtype) for pages in (16, 32767, 32768, 40000, 65536, 65537, 1 << 18)]
+        yield "write_kv", f"{_name(dtype)} heads of {H}", [(pool,) for pool in pools]
+    for dtype, width, mailboxes in itertools.product((BF16, F32, E4M3), (100, 128, 4096, 8192), (None, 8192, 1 << 15)):
+        peers = None if mailboxes is None else SimpleNamespace(row_bytes=mailboxes)
+        rows = [(shape(rows, width, dtype=dtype), peers) for rows in (0, 1, 32, 256, 257)]
+        yield "all_reduce", f"{_name(dtype)} rows of {width}, mailboxes {mailboxes}", rows
+    for operation in ("paged_attention", "write_attend"):
+        for heads, dtype, B in itertools.product(HEADS, (BF16, E4M3), (1, 4, 16, 64)):
+            yield operation, f"{_name(dtype)} {heads} x {B}", [*_attention(B, heads, dtype)]
+        for dtype, S, q in ((E5M2, 64, BF16), (F32, 64, F32), (BF16, 64, F32), (BF16, 16, BF16), (E4M3, 256, BF16)):
+            of = f"{_name(dtype)} pages of {S}, {_name(q)} queries"
+            yield operation, of, [*_attention(16, (32, 8, 128), dtype, S, q)]
+
+
+_PRODUCTS = (  # [O, D]
+    (4096, 4096), (6144, 4096), (8192, 4096), (12288, 4096), (24576, 4096), (28672, 4096), (4096, 12288), (4096, 20480),
+    (5120, 5120), (2048, 4096), (4096, 2048), (1024, 1024), (9728, 2560), (6144, 4160), (4104, 4096), (1 << 17, 100),
+)  # fmt: skip
+_HEADS_OF_MODELS = (
+    (151936, 4096), (49152, 576), (16384, 4096), (16376, 4096), (8192, 4096), (151936, 4160), (151937, 4096), (32768, 64)
+)  # fmt: skip
+
+
+def _attention(B: int, heads: tuple[int, int, int], dtype: Any, S: int = 64, q: Any = BF16) -> Iterator[tuple[Any]]:
+    N, K, H = heads
+    for T, M in itertools.product(QUERIES, WIDTHS):
+        pool, ints, scales = shape(B * M + 1, K, S, H, dtype=dtype), shape(B, dtype=jnp.int32), shape(K, dtype=F32)
+        table = shape(B, M, dtype=jnp.int32)
+        arrays = (shape(B, T, N, H, dtype=q), pool, pool, table, ints, ints, ints, scales, scales)
+        yield (Arguments(*arrays, mask="causal", window=None, scale=1.0),)  # type: ignore[arg-type]
+
+
+def lines(chosen: Chosen) -> Iterator[str]:
+    """The table: one line where a device has one answer, else none for calls that get what a CPU gives them."""
+    every = list(calls())
+    for operation in dict.fromkeys(operation for operation, _, _ in every):
+        groups = [(of, group) for name, of, group in every if name == operation]
+        plain = chosen(operation, CARDS[0], groups[0][1][0])[0]
+        for card in CARDS:
+            rows = [(of, [chosen(operation, card, call)[0] for call in group]) for of, group in groups]
+            if len(letters := {letter for _, row in rows for letter in row}) == 1:
+                yield f"{operation}, {card.name}: {letters.pop()}"
+            else:
+                yield from (f"{operation}, {card.name}, {of}: {_runs(row)}" for of, row in rows if {*row} != {plain})
+
+
+def _runs(letters: list[str]) -> str:
+    counted = ((letter, len(list(run))) for letter, run in itertools.groupby(letters))
+    return "".join(letter + str(count) * (count > 1) for letter, count in counted)
+
+
+def _name(dtype: Any) -> str:
+    return {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}.get(name := jnp.dtype(dtype).name, name)
