@@ -20,7 +20,33 @@ from pallas_kernels.paged_attention.arguments import Arguments
 
 TABLE = Path(__file__).with_name("choices.txt")
 BF16, F16, F32, E4M3, E5M2 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
-TOKENS = (0, 1, 2, 8, 15, 16, 17, 32, 48, 63, 64, 65, 96, 128, 192, 254, 256, 257, 384, 511, 512, 1000, 1024, 2048, 8192)
+TOKENS = (
+    0,
+    1,
+    2,
+    8,
+    15,
+    16,
+    17,
+    32,
+    48,
+    63,
+    64,
+    65,
+    96,
+    128,
+    192,
+    254,
+    256,
+    257,
+    384,
+    511,
+    512,
+    1000,
+    1024,
+    2048,
+    8192,
+)
 HEADS = ((32, 8, 128), (16, 8, 128), (8, 8, 128), (64, 8, 128), (9, 3, 64), (16, 2, 256), (32, 8, 96))  # N, K, H
 QUERIES, WIDTHS = (1, 8, 16, 32, 64, 128, 512, 2048), (8, 32, 63, 64, 512, 640, 2048)  # tokens and pages a sequence
 
@@ -62,7 +88,13 @@ def calls() -> Iterator[tuple[str, str, list[tuple[Any, ...]]]]:
             yield "product", of, every
             yield "split_product", of, every
     for dtype in (BF16, F16, F32, E4M3):
-        for weight in ((16, 2, 768, 4096), (16, 2, 608, 2560), (16, 2, 1088, 5120), (4, 2, 768, 1024), (8, 2, 100, 4096)):
+        for weight in (
+            (16, 2, 768, 4096),
+            (16, 2, 608, 2560),
+            (16, 2, 1088, 5120),
+            (4, 2, 768, 1024),
+            (8, 2, 100, 4096),
+        ):
             arrays = [(shape(t, weight[3], dtype=dtype), shape(*weight, dtype=dtype)) for t in TOKENS]
             yield "swiglu", f"{_name(dtype)} {weight}", arrays
         for weight in _HEADS_OF_MODELS:
