@@ -129,7 +129,7 @@ def _load(
     The scales come first, since they are small and may be refused.
     """
     kv_scales = load_kv_scales(folder, model)
-    transpose = is_final and mesh.mesh.size == 1 and not mesh.is_accelerator
+    transpose = is_final and mesh.size == 1 and not mesh.is_accelerator
     with explain_out_of_memory():
         params = load_params(folder, model, config.dtype, mesh.place, transpose=transpose)
         return Model(model, jax.block_until_ready(params), kv_scales)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.models.layers import ContextCache
+from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.state import paged_kv as module
 from dflash_jax.state.paged_kv import PagedKVCache, Place
 from dflash_jax.train.cache import SequenceCache
@@ -42,7 +43,7 @@ def paged(dtype=F32, with_scales=False):
     keys, values = ([numbers(pages, K, S, H, seed=i, dtype=dtype) for pages in (16, 4)] for i in (7, 8))
     scales = [np.abs(numbers(L, K, seed=i)) + 0.1 if with_scales else None for i in (9, 10)]
     arrays = jax.tree.map(jnp.asarray, (keys, values, *scales, TABLES, (np.zeros(B, np.int32),) * 2))
-    return PagedKVCache(*arrays, PLACES)
+    return PagedKVCache(*arrays, PLACES, mesh=Mesh.of(1))
 
 
 CACHES = {
@@ -103,7 +104,7 @@ def test_kernels_write_what_kernels_write_one_by_one(monkeypatch, dtype, with_sc
 @pytest.mark.parametrize("joined", [True, False], ids=["joined", "apart"])
 def test_devices_write_their_own_heads(devices, joined):
     one, operands = paged(E4M3, True), context(joined, norms=True)
-    many = dataclasses.replace(one, mesh=mesh_of(devices))
+    many = dataclasses.replace(one, mesh=Mesh(mesh_of(devices)))
     found, expected = jax.jit(at_once)(many, *operands), jax.jit(at_once)(one, *operands)
     assert_same_bits((found.keys, found.values), (expected.keys, expected.values))
     shard = found.keys[0].addressable_shards[0].data
@@ -116,7 +117,7 @@ def test_devices_write_their_own_heads(devices, joined):
 def test_a_kernel_a_pool(monkeypatch, joined, norms, devices):
     """And no copy of what it reads: the heads, norms and scales."""
     monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
-    cache = dataclasses.replace(paged(E4M3, True), mesh=mesh_of(devices) if devices > 1 else None)
+    cache = dataclasses.replace(paged(E4M3, True), mesh=Mesh(mesh_of(devices)))
     operands = (cache, *context(joined, norms, BF16))
     if devices == 1:
         text = cuda_lowering(at_once, *operands)

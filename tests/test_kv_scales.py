@@ -199,7 +199,7 @@ def test_scales_are_split_as_the_pools_and_stay_so(tmp_path, kv_heads, spec):
     scales = load_kv_scales(tmp_path, config)
     mesh = Mesh.of(4)
     caches = caches_of(config, (scales, None), devices=4, kv_cache_dtype="fp8")
-    wanted = NamedSharding(mesh.mesh, spec)
+    wanted = NamedSharding(mesh.devices, spec)
     assert caches.target.k_scale.sharding.is_equivalent_to(wanted, 2)
     _, after = step(load_params(tmp_path, config, jnp.float32, mesh.place), caches, config=config)
     for found, given in ((after.target.k_scale, scales.k), (after.target.v_scale, scales.v)):

@@ -4,13 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from dflash_jax.engine.device.slots import StepSpec
 from dflash_jax.engine.device.steps import bind_target
-from dflash_jax.parallel import collectives as parallel
-from dflash_jax.parallel.collectives import Devices, likeliest, look_up, project_add_norm
+from dflash_jax.models import projections
+from dflash_jax.models.projections import project_add_norm
+from dflash_jax.parallel.collectives import AUTOMATIC, Devices, likeliest, look_up
+from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import target_config
 from dflash_jax.weights.formats.fp8 import Quantized, to_e4m3
 from dflash_jax.weights.tables import build, checkpoint_table, parameters_of
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.skipif(jax.device_count() < DEVICES, reason="needs 4 de
 
 @pytest.fixture(scope="module")
 def devices():
-    return Devices(Mesh(np.array(jax.devices()[:DEVICES]), ("tp",)))
+    return Devices(Mesh.of(DEVICES))
 
 
 def random(seed, *shape):
@@ -31,7 +33,7 @@ def random(seed, *shape):
 
 
 def put(devices, array, *spec):
-    return jax.device_put(array, NamedSharding(devices.mesh, Spec(*spec)))
+    return jax.device_put(array, NamedSharding(devices.mesh.devices, Spec(*spec)))
 
 
 @pytest.mark.parametrize("vocab_size", [512, 64, 61])  # the first is searched by parts
@@ -62,7 +64,7 @@ def test_look_up(devices, length):
 def test_a_product_of_split_inputs(devices, heads, with_bias):
     x, inputs, norm = random(2, 2, 3, 16), random(3, 2, 3, heads, 4), random(4, 16)
     weight, bias = random(5, 16, heads, 4), random(6, 16) if with_bias else None
-    wanted = project_add_norm(x, inputs, weight, bias, norm, 1e-6, None)
+    wanted = project_add_norm(x, inputs, weight, bias, norm, 1e-6, AUTOMATIC)
     split = (None, "tp") if heads % DEVICES == 0 else ()
     given = put(devices, weight, *split)
     found = jax.jit(lambda w: project_add_norm(x, inputs, w, bias, norm, 1e-6, devices))(given)
@@ -80,10 +82,10 @@ def test_a_product_is_left_in_parts_for_who_adds_it(monkeypatch, serves):
         seen.append(y.shape)
         return x, x
 
-    monkeypatch.setattr(parallel, "add_norm", added)
+    monkeypatch.setattr(projections, "add_norm", added)
     shapes = (2, 128, 4096), (2, 128, 12288), (4096, 12288), (4096,)
     given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    over = Devices(Mesh(np.array(jax.devices()[:1]), ("tp",))) if serves else None
+    over = Devices(Mesh.of(1)) if serves else AUTOMATIC
     jax.eval_shape(lambda x, y, weight, norm: project_add_norm(x, y, weight, None, norm, 1e-6, over), *given)
     assert seen == [(2, 2, 128, 4096) if serves else (2, 128, 4096)]
 
@@ -92,11 +94,11 @@ def test_a_quantised_weight_of_split_inputs(devices):
     """Each device scales its own inputs, so that the result is no worse than on one."""
     x, inputs, norm = jnp.zeros((1, 3, 16)), random(7, 1, 3, 256), jnp.ones(16)
     weight = random(8, 16, 256)
-    exact, _ = project_add_norm(x, inputs, weight, None, norm, 1e-6, None)
+    exact, _ = project_add_norm(x, inputs, weight, None, norm, 1e-6, AUTOMATIC)
     small = Quantized(*to_e4m3(weight, 1))
     placed = Quantized(put(devices, small.values, None, "tp"), put(devices, small.scales))
     errors = []
-    for given, over in ((small, None), (placed, devices)):
+    for given, over in ((small, AUTOMATIC), (placed, devices)):
         total, _ = jax.jit(lambda w, over=over: project_add_norm(x, inputs, w, None, norm, 1e-6, over))(given)
         errors.append(float(jnp.abs(total - exact).max() / jnp.abs(exact).max()))
     assert 0 < errors[1] < max(0.05, 1.5 * errors[0])
@@ -116,6 +118,6 @@ def test_with_mailboxes_nothing_is_left_for_the_library_to_sum(devices, monkeypa
         hidden, _, _ = model(tokens, jnp.arange(tokens.size)[None], empty_cache(config, tokens.size))
         return likeliest(model.logits(hidden), model.devices)
 
-    traced = jax.jit(greedy).trace(params, Peers.of(devices.mesh, 512) if has_peers else None)
+    traced = jax.jit(greedy).trace(params, Peers.of(devices.mesh.devices, 512) if has_peers else None)
     assert ("psum" in str(traced.jaxpr)) != has_peers
     assert ("mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()) == has_peers

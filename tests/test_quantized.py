@@ -266,7 +266,7 @@ def test_keys_and_values_of_all_layers_at_once_are_those_of_each(tmp_path, draft
 
 def test_rows_in_fp8_want_a_weight_in_fp8():
     rows = QuantizedRows(*to_e4m3(jnp.ones((1, 2, 64)), 2), jnp.float32)
-    with pytest.raises(TypeError, match="multiplied by a weight in fp8; this is"):
+    with pytest.raises(TypeError, match="multiplied by a weight in fp8; this is a plain array"):
         project(rows, jnp.ones((3, 64)))
 
 

@@ -51,7 +51,7 @@ class Engine:
         draft_config = draft.config if draft and isinstance(draft.config, DraftConfig) else None
         self.target, self.draft = target, draft
         self.mesh, self.config = mesh, config
-        self.spec = StepSpec(target.config, draft_config, config.num_speculative_tokens + 1, mesh.mesh)
+        self.spec = StepSpec(target.config, draft_config, config.num_speculative_tokens + 1, mesh)
         self.layout = plan_layout(target.config, draft_config, config)
         log_capacity(target.config, draft_config, self.layout, config)
         self.shapes = Shapes.of(

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.parallel.collectives import Devices, project_add_norm, project_swiglu
+from dflash_jax.models.projections import project_add_norm, project_swiglu
+from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.spec import DecoderConfig, LayerMask, RopeConfig
-from dflash_jax.weights.formats.fp8 import Quantized, QuantizedRows
-from dflash_jax.weights.formats.weight import project
+from dflash_jax.weights.formats.protocol import QuantizedRows
+from dflash_jax.weights.formats.weight import project, weight_of
 from dflash_jax.weights.tables import attention_table, declare, mlp_table, norms_table
 from pallas_kernels.rotary import Rotary, rms_norm
 
@@ -146,7 +147,7 @@ class Attention(nn.Module):
     """Projections of one attention block; the attention itself is the cache's. `devices` are as for the layer."""
 
     config: DecoderConfig
-    devices: Devices | None = None
+    devices: Devices = AUTOMATIC
 
     def setup(self) -> None:
         if self.has_variable("params", "qkv_proj"):  # where a drafter's are joined, they are not those of its table
@@ -155,18 +156,17 @@ class Attention(nn.Module):
             self.weights = declare(self, attention_table(self.config), self.config)
 
     def _project(self, name: str, x: Float[Array, "B T D"] | QuantizedRows) -> Float[Array, "B T K J H"]:
-        alone = self.devices is not None and self.devices.mesh.size == 1
-        return project(x, self.weights[name], self.weights.get(f"{name}_bias"), alone=alone)
+        return project(x, self.weights[name], self.weights.get(f"{name}_bias"), kernels=self.devices.is_single)
 
     def heads(self, x: Float[Array, "B T D"] | QuantizedRows, rope: Rope) -> tuple[Float[Array, "B T K J H"], Rotary]:
         """Of each kv head, side by side, its query heads, its key and its value; and what they still lack."""
         if "qkv_proj" not in self.weights:
             return jnp.concatenate([self._project("q_proj", x), self.keys_values(x)], axis=-2), self.rotary(rope)
-        weight = self.weights["qkv_proj"]
-        if isinstance(weight, Quantized) and weight.is_whole and "qkv_proj_bias" not in self.weights:
-            raw, of_tokens, _ = weight.raw_product(x, x.dtype)
-            return raw.reshape(*x.shape[:2], *weight.scales.shape), self.rotary(rope, (of_tokens, weight.scales))
-        return self._project("qkv_proj", x), self.rotary(rope)
+        if "qkv_proj_bias" in self.weights:
+            return self._project("qkv_proj", x), self.rotary(rope)
+        weight = weight_of(self.weights["qkv_proj"])
+        heads, scales = weight.unscaled(x, kernels=self.devices.is_single)
+        return heads.reshape(*x.shape[:2], *weight.shape[:-1]), self.rotary(rope, scales)
 
     def keys_values(self, x: Float[Array, "B T D"] | QuantizedRows) -> Float[Array, "B T K 2 H"]:
         """The same without queries; of a drafter, whose queries have weights of their own."""
@@ -182,7 +182,7 @@ class MLP(nn.Module):
     """SwiGLU, up to its last projection; `devices` are as for `project_swiglu`."""
 
     config: DecoderConfig
-    devices: Devices | None = None
+    devices: Devices = AUTOMATIC
 
     def setup(self) -> None:
         self.weights = declare(self, mlp_table(self.config), self.config)
@@ -200,7 +200,7 @@ class DecoderLayer(nn.Module):
 
     config: DecoderConfig
     index: int
-    devices: Devices | None = None
+    devices: Devices = AUTOMATIC
 
     def setup(self) -> None:
         self.norms = declare(self, norms_table(), self.config)

@@ -11,8 +11,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_jax.models.layers import DecoderLayer, KVCache, rms_norm, rope_tables, run_layers
-from dflash_jax.parallel.collectives import Devices, likeliest_product, look_up
+from dflash_jax.models.projections import likeliest_product
+from dflash_jax.parallel.collectives import AUTOMATIC, Devices, look_up
 from dflash_jax.spec import TargetConfig
+from dflash_jax.weights.formats.protocol import Weight, plain
 from dflash_jax.weights.formats.weight import logits_of
 from dflash_jax.weights.tables import declare, outer_table
 from pallas_kernels.rotary import split_heads
@@ -25,7 +27,7 @@ class TargetModel(nn.Module):
     """
 
     config: TargetConfig
-    devices: Devices | None = None
+    devices: Devices = AUTOMATIC
 
     def setup(self) -> None:
         self.weights = declare(self, outer_table(self.config), self.config)
@@ -53,8 +55,8 @@ class TargetModel(nn.Module):
         """
         x = self.embed(tokens)
         outputs, hidden, cache = run_layers(self.config, self.layers, x, self.weights["norm"], positions, cache)
-        assert isinstance(hidden, Array), "a drafter alone is quantised"
-        return hidden, _side_by_side(x, [*outputs[:-1], hidden], taps), cache
+        last = plain(hidden, "the head of a target")
+        return last, _side_by_side(x, [*outputs[:-1], last], taps), cache
 
     def prefill(
         self,
@@ -79,12 +81,11 @@ class TargetModel(nn.Module):
         q, cache = last.write(h, rope_tables(self.config, positions), positions, cache)
         norm, kv_length, end = self.weights["norm"], positions.max(axis=1) + 1, positions.argmax(axis=1)
         if last.index in taps:
-            _, hidden = last.attend(before, q, norm, positions, kv_length, cache)
-            assert isinstance(hidden, Array)
+            _, after = last.attend(before, q, norm, positions, kv_length, cache)
+            hidden = plain(after, "the head of a target")
             return _row(hidden, end), _side_by_side(x, [*outputs, hidden], taps), before, cache
         _, hidden = last.attend(_row(before, end), _row(q, end), norm, _row(positions, end), kv_length, cache)
-        assert isinstance(hidden, Array)
-        return hidden, _side_by_side(x, outputs, taps), before, cache
+        return plain(hidden, "the head of a target"), _side_by_side(x, outputs, taps), before, cache
 
     def finish(
         self, before: Float[Array, "B T D"], positions: Int[Array, "B T"], cache: KVCache
@@ -100,8 +101,7 @@ class TargetModel(nn.Module):
         h = rms_norm(before, last.norms["input_layernorm"], self.config.rms_norm_eps)
         q, _, _ = split_heads(*last.self_attn.heads(h, rope_tables(self.config, positions)))
         _, hidden = last.attend(before, q, self.weights["norm"], positions, positions.max(axis=1) + 1, cache)
-        assert isinstance(hidden, Array)
-        return hidden
+        return plain(hidden, "the head of a target")
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Token embeddings; the drafter shares them."""
@@ -121,7 +121,7 @@ class TargetModel(nn.Module):
         return likeliest_product(hidden, self.head, self.devices, length)
 
     @property
-    def head(self) -> Float[Array, "V D"]:
+    def head(self) -> Float[Array, "V D"] | Weight:
         """The output head, which is the embedding where they are tied; the drafter shares it."""
         return self.weights.get("lm_head", self.weights["embed_tokens"])
 

@@ -1,9 +1,10 @@
-"""Where arrays live: which of their letters are split over the devices of axis `tp`."""
+"""The mesh: which devices share a model, and which axes of arrays are split over them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -12,22 +13,34 @@ from dflash_jax.base.errors import ConfigError
 from pallas_kernels import Peers
 from pallas_kernels.all_reduce import reach_each_other
 
-SPLIT = ("N", "K", "E", "F", "V")  # query heads, kv heads, parts of the mlp width, all of it, vocabulary
+AXIS = "tp"  # the mesh axis of tensor parallelism
+WHOLE, SPLIT_FIRST = PartitionSpec(), PartitionSpec(AXIS)
+
+# Letters of axes that may be split: query heads, kv heads, parts of the mlp width, all of it, vocabulary.
+SPLIT = ("N", "K", "E", "F", "V")
+
 Tree = TypeVar("Tree")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Tensor parallelism over the first devices of this process."""
+    """Tensor parallelism over devices of this process; hashable, so that compiled steps can be keyed by it.
 
-    mesh: jax.sharding.Mesh
+    On a mesh of one device nothing is split, and `on_each` gives the function itself: programs for one device contain
+    neither `shard_map` nor collectives.
+
+    Attributes:
+        devices: JAX's mesh, with the one axis `AXIS`.
+    """
+
+    devices: jax.sharding.Mesh
 
     @staticmethod
     def of(tensor_parallel_size: int) -> Mesh:
-        """A mesh of that many devices.
+        """The first `tensor_parallel_size` devices.
 
         Raises:
-            ConfigError: there are fewer devices.
+            ConfigError: JAX sees fewer devices.
         """
         devices = jax.devices()
         if tensor_parallel_size > len(devices):
@@ -37,35 +50,59 @@ class Mesh:
             )
         return Mesh(
             jax.make_mesh(
-                (tensor_parallel_size,), ("tp",), axis_types=(AxisType.Auto,), devices=devices[:tensor_parallel_size]
+                (tensor_parallel_size,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:tensor_parallel_size]
             )
         )
 
     @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.devices.size
+
+    @property
     def is_accelerator(self) -> bool:
-        """Whether its devices are not the host's own processors."""
-        return self.mesh.devices.flat[0].platform != "cpu"
+        """Whether the devices are GPUs or TPUs."""
+        return self.devices.devices.flat[0].platform != "cpu"
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the host's processors are its one device; several, as tests have them, stand for accelerators."""
-        return self.mesh.size == 1 and not self.is_accelerator
+        """Whether the one device is a CPU; several CPU devices (tests have them) stand for accelerators."""
+        return self.size == 1 and not self.is_accelerator
+
+    @property
+    def whole(self) -> NamedSharding:
+        """The sharding of an array that lies whole on every device."""
+        return NamedSharding(self.devices, WHOLE)
+
+    def share(self, length: int) -> bool:
+        """Whether an axis of this length is split: there are several devices and it divides evenly."""
+        return self.size > 1 and length % self.size == 0
 
     def place(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
-        """Split an array on its first letter that can be split evenly; else keep it whole on every device."""
-        size = self.mesh.size
+        """The sharding of an array: split along its first axis that may be split and divides evenly, else whole.
+
+        Args:
+            axes: the letter of each axis.
+            shape: its length.
+        """
         spec: list[str | None] = [None] * len(axes)
         for i, (letter, length) in enumerate(zip(axes, shape, strict=True)):
-            if letter in SPLIT and length % size == 0:
-                spec[i] = "tp"
+            if letter in SPLIT and length % self.size == 0:
+                spec[i] = AXIS
                 break
-        return NamedSharding(self.mesh, PartitionSpec(*spec))
-
-    def peers(self, row_bytes: int) -> Peers | None:
-        """Mailboxes for rows of so many bytes, where several devices can reach each other's memory."""
-        devices = list(self.mesh.devices.flat)
-        return Peers.of(self.mesh, row_bytes) if len(devices) > 1 and reach_each_other(devices) else None
+        return NamedSharding(self.devices, PartitionSpec(*spec))
 
     def replicate(self, tree: Tree) -> Tree:
         """Put a tree of arrays whole on every device."""
-        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))
+        return jax.device_put(tree, self.whole)
+
+    def peers(self, row_bytes: int) -> Peers | None:
+        """Mailboxes for rows of up to `row_bytes` bytes; None unless several devices reach each other's memory."""
+        devices = list(self.devices.devices.flat)
+        return Peers.of(self.devices, row_bytes) if len(devices) > 1 and reach_each_other(devices) else None
+
+    def on_each(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """The function as each device runs it on its own part of the arguments; on one device, the function itself."""
+        if self.size == 1:
+            return function
+        return jax.shard_map(function, mesh=self.devices, in_specs=in_specs, out_specs=out_specs, check_vma=False)

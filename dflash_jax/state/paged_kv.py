@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import LayerMask
 from pallas_kernels import Rotary, paged_attention, write_attend, write_context, write_kv
 
@@ -43,7 +44,7 @@ class PagedKVCache:
         tables: of each group, the page of every S positions of B sequences; a negative entry keeps nothing.
         valid_from: of each group, the first position of each sequence that is kept.
         places: of each layer.
-        mesh: kv heads are split over its axis `tp` where they divide; None on one device.
+        mesh: kv heads are split over its axis `tp` where they divide evenly.
     """
 
     keys: list[Float[Array, "_ K S H"]]
@@ -53,7 +54,7 @@ class PagedKVCache:
     tables: tuple[Int[Array, "B M"], ...] = ()
     valid_from: tuple[Int[Array, " B"], ...] = ()
     places: tuple[Place, ...] = field(default=(), metadata={"static": True})
-    mesh: Mesh | None = field(default=None, metadata={"static": True})
+    mesh: Mesh = field(kw_only=True, metadata={"static": True})
 
     @jax.named_scope("write_kv")  # by these names a profile tells the cache's work from the layers'
     def write(
@@ -164,11 +165,9 @@ class PagedKVCache:
 
     def _per_device(self, function, in_specs, out_specs, layer):
         """The function on each device's own kv heads; whole on every device where they do not divide."""
-        if self.mesh is None:
-            return function
         if self._kv_heads(layer) % self.mesh.size:
             in_specs, out_specs = jax.tree.map(lambda _: PartitionSpec(), (in_specs, out_specs))
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return self.mesh.on_each(function, in_specs, out_specs)
 
 
 def _write(k_pages, v_pages, heads, slots, rotary, k_scale, v_scale):

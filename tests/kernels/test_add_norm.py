@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as Spec
 
+from dflash_jax.models import projections
 from dflash_jax.models.target import TargetModel
-from dflash_jax.parallel import collectives as parallel
-from dflash_jax.parallel.collectives import Devices
+from dflash_jax.parallel.collectives import AUTOMATIC, Devices
+from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import target_config
 from dflash_jax.weights.tables import build, checkpoint_table, parameters_of
 from pallas_kernels import _compat, add_norm
@@ -241,7 +242,7 @@ def random_parameter(parameter):
 def forward(config, mesh, params):
     """Last hidden states and taps of some tokens."""
     tokens = jnp.array([[3, 1, 4, 1, 5, 9]], jnp.int32)
-    bound = TargetModel(config, None if mesh is None else Devices(mesh)).bind({"params": params})
+    bound = TargetModel(config, AUTOMATIC if mesh is None else Devices(Mesh(mesh))).bind({"params": params})
     return bound(tokens, jnp.arange(tokens.size)[None], empty_cache(config, tokens.size), TAPS)[:2]
 
 
@@ -249,7 +250,7 @@ def forward(config, mesh, params):
 def test_layers_on_a_mesh_say_what_they_say_without_one(monkeypatch, model, devices):
     config, params = model
     wanted = jax.jit(functools.partial(forward, config, None))(params)
-    monkeypatch.setattr(parallel, "add_norm", functools.partial(add_norm, interpret=not ON_GPU))
+    monkeypatch.setattr(projections, "add_norm", functools.partial(add_norm, interpret=not ON_GPU))
     found = jax.jit(functools.partial(forward, config, mesh_of(devices)))(params)
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as Spec
 
-from dflash_jax.parallel.collectives import Devices, likeliest, likeliest_product
+from dflash_jax.models.projections import likeliest_product
+from dflash_jax.parallel.collectives import AUTOMATIC, Devices, likeliest
+from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.weights.formats.fp8 import Quantized, to_e4m3
 from dflash_jax.weights.formats.transposed import Transposed
 from dflash_jax.weights.formats.weight import logits_of
@@ -209,8 +211,8 @@ def test_heads_of_all_kinds_give_the_token_of_their_logits(devices, kind, rows):
         "quantized": Quantized(*to_e4m3(weight, 1)),
         "transposed": Transposed(weight.T, weight.shape),
     }[kind]
-    wanted, values = likeliest(logits_of(x, head), None)
-    over = None if devices is None else Devices(mesh_of(devices))
+    wanted, values = likeliest(logits_of(x, head))
+    over = AUTOMATIC if devices is None else Devices(Mesh(mesh_of(devices)))
     found, scores = jax.jit(lambda x, head: likeliest_product(x, head, over))(x, head)
     np.testing.assert_array_equal(found, wanted)
     if kind != "quantized":

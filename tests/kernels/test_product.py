@@ -179,12 +179,12 @@ def test_results_in_fp8_are_left_to_xla(monkeypatch):
     assert "mosaic_gpu" not in cuda_lowering(lambda *given: product(*given), *shapes((64,), (6144, 4096), E4M3))
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_projections_of_one_device_may_pick(monkeypatch, alone):
+@pytest.mark.parametrize("kernels", [False, True])
+def test_projections_of_one_device_may_pick(monkeypatch, kernels):
     monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
     given = jax.ShapeDtypeStruct((1, 16, 32, 128), BF16), jax.ShapeDtypeStruct((4096, 32, 128), BF16)
-    text = cuda_lowering(lambda x, weight: project(x, weight, alone=alone), *given)
-    assert ("xla.gpu.triton" in text) == alone
+    text = cuda_lowering(lambda x, weight: project(x, weight, kernels=kernels), *given)
+    assert ("xla.gpu.triton" in text) == kernels
 
 
 @pytest.mark.parametrize(

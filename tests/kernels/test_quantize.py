@@ -124,7 +124,7 @@ def test_an_mlp_hands_on_quantised_units():
     rng = np.random.default_rng(2)
     weight = jnp.asarray(rng.standard_normal((1, 2, 48, 64)), F32)
     x = jnp.asarray(rng.standard_normal((2, 3, 64)), BF16)
-    hidden = Quantized(*to_e4m3(weight, 3)).gated_product(x)
+    hidden = Quantized(*to_e4m3(weight, 3), is_whole=True).gated(x, kernels=True)
     gate, up = np.einsum("btd,kfd->kbtf", np.asarray(x, np.float64), np.asarray(weight[0], np.float64))
     wanted = gate / (1 + np.exp(-gate)) * up
     found = np.asarray(hidden.values, np.float64) * np.asarray(hidden.scales)[..., None]

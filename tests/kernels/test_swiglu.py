@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as Spec
 
-from dflash_jax.parallel import collectives as parallel
-from dflash_jax.parallel.collectives import Devices, project_swiglu
+from dflash_jax.models.projections import project_swiglu
+from dflash_jax.parallel.collectives import AUTOMATIC, Devices
+from dflash_jax.parallel.mesh import Mesh
+from dflash_jax.weights.formats import array
 from pallas_kernels import _compat, swiglu
 from pallas_kernels.products import Plan
 from pallas_kernels.swiglu import mosaic
@@ -163,8 +165,8 @@ def test_sharded_lowering_knows_what_varies():
 @pytest.mark.parametrize("devices", [1, 4])
 def test_layers_on_a_mesh_say_what_they_say_without_one(devices, parts):
     x, weight = operands((2, 5), (parts, 2, 16, 64), F32)
-    wanted = project_swiglu(x, weight, None, None)
-    found = jax.jit(lambda x, w: project_swiglu(x, w, None, Devices(mesh_of(devices))))(x, weight)
+    wanted = project_swiglu(x, weight, None, AUTOMATIC)
+    found = jax.jit(lambda x, w: project_swiglu(x, w, None, Devices(Mesh(mesh_of(devices)))))(x, weight)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -172,9 +174,9 @@ def test_layers_on_a_mesh_say_what_they_say_without_one(devices, parts):
 def test_layers_call_it_on_a_mesh_alone(monkeypatch, devices, called):
     """Training needs what can be differentiated; and a bias is XLA's to add."""
     calls = []
-    monkeypatch.setattr(parallel, "swiglu", lambda x, w: calls.append(1) or swiglu(x, w))
+    monkeypatch.setattr(array, "swiglu", lambda x, w: calls.append(1) or swiglu(x, w))
     x, weight = operands((2, 5), (8, 2, 16, 64), F32)
-    over = None if devices is None else Devices(mesh_of(devices))
+    over = AUTOMATIC if devices is None else Devices(Mesh(mesh_of(devices)))
     project_swiglu(x, weight, None, over)
     assert len(calls) == called
     bias = jnp.ones((8, 2, 16))

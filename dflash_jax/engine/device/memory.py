@@ -311,7 +311,7 @@ def make_caches(
 
     def cache(model: DecoderConfig, groups: list[int], dtype: jnp.dtype, scales: KVScales | None) -> PagedKVCache:
         page = (model.num_key_value_heads, layout.page_size, model.head_dim)
-        devices = mesh.mesh.size if page[0] % mesh.mesh.size == 0 else 1
+        devices = mesh.size if mesh.share(page[0]) else 1
         places, pages = place_layers(groups, layout, math.prod(page) * dtype.itemsize // devices, dtype)
 
         def pools() -> list[jax.Array]:
@@ -322,14 +322,13 @@ def make_caches(
         if scales is not None and dtype in FP8:
             place = mesh.place(("L", "K"), scales.k.shape)
             of_heads = {"k_scale": jax.device_put(scales.k, place), "v_scale": jax.device_put(scales.v, place)}
-        split = mesh.mesh if mesh.mesh.size > 1 else None
-        return PagedKVCache(pools(), pools(), **of_heads, places=places, mesh=split)
+        return PagedKVCache(pools(), pools(), **of_heads, places=places, mesh=mesh)
 
     deferred = (config.max_num_seqs, DEFERRED, feature_size(target, draft))
     with explain_out_of_memory():
         caches = Caches(
             target=cache(target, [FULL] * target.num_hidden_layers, config.kv_cache_dtype, kv_scales[0]),
-            draft=PagedKVCache([], []),
+            draft=PagedKVCache([], [], mesh=mesh),
             features=jnp.zeros(deferred, config.dtype, device=mesh.place(("Q", "R", "C"), deferred)),
         )
         if draft is not None:

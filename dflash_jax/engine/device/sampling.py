@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.base.values import MOST_LOGPROBS
 from dflash_jax.engine.device.slots import Logprobs, Sampler
-from dflash_jax.parallel.collectives import Devices, likeliest
+from dflash_jax.parallel.collectives import AUTOMATIC, Devices, likeliest
 
 Result = TypeVar("Result")
 
@@ -25,7 +25,7 @@ def sample(
     logits: Float[Array, "B T V"],
     positions: Int[Array, "B T"],
     sampler: Sampler,
-    devices: Devices | None = None,
+    devices: Devices = AUTOMATIC,
     *,
     is_filtered: bool | Bool[Array, ""],
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:

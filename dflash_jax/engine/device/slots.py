@@ -8,11 +8,11 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.base.values import MOST_LOGPROBS
 from dflash_jax.models.layers import KVCache
+from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import DraftConfig, TargetConfig
 from dflash_jax.state.paged_kv import PagedKVCache
 from dflash_jax.weights.loader import Params
@@ -46,7 +46,7 @@ class StepSpec:
 
     def replicate(self, tree: Tree) -> Tree:
         """Inside a step: let the arrays lie whole on every device, whatever the compiler would choose."""
-        return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, PartitionSpec()))
+        return jax.lax.with_sharding_constraint(tree, self.mesh.whole)
 
     @property
     def taps(self) -> tuple[int, ...]:

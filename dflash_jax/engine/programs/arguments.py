@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.engine.device import steps
 from dflash_jax.engine.device.acceptance import Confirm
@@ -68,10 +67,9 @@ def arguments_of(shape: StepShape, state: State, spec: StepSpec, confirm: Confir
     """
     rows, tokens, pages, mode = shape.rows, shape.tokens, shape.pages, shape.mode
     state_of_models = (state.params, state.slots, state.caches)
-    whole = NamedSharding(spec.mesh, PartitionSpec())
 
     def on_devices(*sizes: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=whole)
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=spec.mesh.whole)
 
     # A round's tables are on the devices before its steps take them if there are several.
     packed: Any = (on_devices if spec.mesh.size > 1 else zeros)(rows, 2 * pages + 2)

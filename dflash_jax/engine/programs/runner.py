@@ -169,7 +169,7 @@ class ModelRunner:
 
     def place(self, tables: Tables) -> Tables:
         """Tables on the devices, if several: once a round, not with each step; to one device that is no faster."""
-        return self.mesh.replicate(tables) if self.mesh.mesh.size > 1 else tables
+        return self.mesh.replicate(tables) if self.mesh.size > 1 else tables
 
     def prefill(self, chunk: Chunk) -> tuple[Float[Array, "B 1 D"], Float[Array, "B T D"]]:
         """Process a part of some prompts; what `commit` and `score` want of it."""

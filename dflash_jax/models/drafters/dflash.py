@@ -11,9 +11,11 @@ import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.layers import ContextCache, DecoderLayer, KVCache, rms_norm, rope_tables, run_layers
-from dflash_jax.parallel.collectives import Devices, likeliest_product
+from dflash_jax.models.projections import likeliest_product
+from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.spec import DraftConfig
-from dflash_jax.weights.formats.fp8 import CONTEXT, QuantizedRows
+from dflash_jax.weights.formats.fp8 import CONTEXT
+from dflash_jax.weights.formats.protocol import QuantizedRows, Weight
 from dflash_jax.weights.formats.weight import project
 from dflash_jax.weights.tables import declare, outer_table
 from pallas_kernels import Rotary
@@ -28,7 +30,7 @@ class DraftModel(nn.Module):
     """
 
     config: DraftConfig
-    devices: Devices | None = None
+    devices: Devices = AUTOMATIC
 
     def setup(self) -> None:
         self.weights = declare(self, outer_table(self.config), self.config)
@@ -70,7 +72,7 @@ class DraftModel(nn.Module):
         return hidden, cache
 
     def tokens(
-        self, hidden: Float[Array, "B T D"] | QuantizedRows, target_head: Float[Array, "V D"]
+        self, hidden: Float[Array, "B T D"] | QuantizedRows, target_head: Float[Array, "V D"] | Weight
     ) -> Int[Array, "B T"]:
         """The likeliest token of each row, in the target's vocabulary."""
         own_head: Any = self.get_variable("params", "lm_head")  # undeclared where it is an fp8 copy of the target's

@@ -8,19 +8,20 @@ says less exactly costs acceptance, and never changes an output.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Sharding
-from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn
+from jax.sharding import PartitionSpec, Sharding
+from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, Int
 
 from dflash_jax.spec import DraftConfig
+from dflash_jax.weights.formats.protocol import Product, QuantizedRows, Rows
 from dflash_jax.weights.tables import PROJECTIONS, Parameter, build, checkpoint_table, output_axes, parameters_of
-from pallas_kernels import product, quantize_gated, quantize_rows, split_product
+from pallas_kernels import gated, largest, largest_product, product, quantize_gated, quantize_rows, split_product
 
 QUANTIZED = (*PROJECTIONS, "lm_head")
 CONTEXT = "context_kv_proj"  # keys and values of all layers, of the context alone
@@ -31,71 +32,89 @@ Place = Callable[[tuple[str, ...], tuple[int, ...]], Sharding]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """A weight whose real values are `values * scales`; stands where the array stood, and has its shape.
+    """A weight in fp8 with one scale for each output row; the real values are `values * scales`.
 
     Attributes:
-        values: all axes of the weight, those of its output rows first.
-        scales: one for each output row.
-        is_whole: on one device, where kernels need no `shard_map` around them.
+        values: e4m3 numbers in the weight's shape, output axes first.
+        scales: float32, one for each output row.
+        is_whole: the weight lies on one device, so that Pallas kernels can multiply it without a `shard_map`.
     """
 
-    values: Float8e4m3fn[Array, "*rows_and_inputs"]
-    scales: Float[Array, "*rows"]
+    values: Float8e4m3fn[Array, "*O_and_I"]
+    scales: Float[Array, "*O"]
     is_whole: bool = field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """Shape of the weight, [*O, *I]."""
         return self.values.shape
 
-    def product(self, x: Float[Array, "*T I"] | QuantizedRows, dtype: DTypeLike = jnp.float32) -> Float[Array, "*T O"]:
-        """X @ weight.T in that dtype, for all O output rows of I numbers each."""
-        raw, of_token, of_output = self.raw_product(x, dtype)
-        return (raw * of_token[..., None] * of_output).astype(dtype)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of numbers and scales."""
+        return self.values.nbytes + self.scales.nbytes
 
-    def raw_product(
-        self, x: Float[Array, "*T I"] | QuantizedRows, dtype: DTypeLike, *, is_added: bool = False
-    ) -> tuple[Float[Array, "*T O"] | Float[Array, "S *T O"], Float[Array, "*T"], Float[Array, " O"]]:
-        """The same before it is scaled: a product, scales of its tokens, and of its outputs.
+    @property
+    def wants_quantized_rows(self) -> bool:
+        """Inputs come quantised on one device; on several, each device quantises its own part of a row."""
+        return self.is_whole
 
-        The product of e4m3 numbers is in bfloat16 for that dtype, else in float32: in float16 it would be infinite. For
-        `add_norm` (`is_added`) it may be split, as `split_product` gives it.
+    def product(self, x: Rows, dtype: DTypeLike | None = None, *, kernels: bool = False) -> Float[Array, "*T O"]:
+        """X @ weight.T; kernels are used whenever the weight is whole, since fp8 weights are never trained."""
+        dtype = x.dtype if dtype is None else dtype
+        raw, (of_token, of_output) = self._raw(x, dtype, in_parts=False)
+        return (raw * of_token[..., None] * of_output.reshape(-1)).astype(dtype)
+
+    def unscaled(self, x: Rows, *, kernels: bool) -> Product:
+        """The raw product of a whole weight, with both scales; else the scaled product."""
+        if not (kernels and self.is_whole):
+            return Product(self.product(x), None)
+        return Product(*self._raw(x, x.dtype, in_parts=False))
+
+    def split(self, x: Rows, *, kernels: bool) -> Product:
+        """Like `unscaled`, in parts where `split_product` makes such."""
+        if not (kernels and self.is_whole):
+            return Product(self.product(x), None)
+        return Product(*self._raw(x, x.dtype, in_parts=True))
+
+    def gated(self, x: Rows, *, kernels: bool) -> Rows:
+        """Hidden units of an MLP; a whole weight gives them quantised, as the next weight wants them."""
+        outer = (*x.shape[:-1], *self.scales.shape)
+        if not (kernels and self.is_whole):
+            return gated(self.product(x).reshape(outer))
+        raw, (of_token, of_unit) = self._raw(x, x.dtype, in_parts=False)
+        return QuantizedRows(*quantize_gated(raw.reshape(outer), of_token, of_unit), x.dtype)
+
+    def largest(
+        self, x: Rows, length: Int[Array, ""] | None = None, *, kernels: bool
+    ) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
+        """Argmax and its logit; with kernels the logit lacks the token's scale, which no argmax depends on."""
+        if not kernels:
+            return largest(self.product(x, jnp.float32))
+        values = x.values if isinstance(x, QuantizedRows) else quantize_rows(x)[0]
+        return largest_product(values, self.values, self.scales, length)
+
+    def shard(self, axis: int, name: str) -> Quantized:
+        """Specs of the numbers, and of the scales, which are split only along output axes."""
+        spec = PartitionSpec(*[None] * axis, name)
+        specs: Any = {"values": spec, "scales": spec if axis < self.scales.ndim else PartitionSpec()}
+        return replace(self, **specs)
+
+    def _raw(
+        self, x: Rows, dtype: DTypeLike, *, in_parts: bool
+    ) -> tuple[Float[Array, "*T O"] | Float[Array, "S *T O"], tuple[Float[Array, "*T"], Float[Array, "*O"]]]:
+        """Unscaled product, with its per-token and per-output scales.
+
+        e4m3 numbers reach 448, so the raw product overflows float16: it is kept in bfloat16 for that dtype, else in
+        float32.
         """
         implementation: Literal["reference"] | None = None if self.is_whole else "reference"
         if not isinstance(x, QuantizedRows):
             x = QuantizedRows(*quantize_rows(x, implementation=implementation), x.dtype)
         matrix = self.values.reshape(-1, x.shape[-1])
         kept = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-        multiply = split_product if is_added and self.is_whole else partial(product, implementation=implementation)
-        raw = multiply(x.values, matrix, kept)
-        return raw, x.scales, self.scales.reshape(-1)
-
-    def gated_product(self, x: Float[Array, "*T D"] | QuantizedRows) -> QuantizedRows:
-        """Hidden units of an MLP, silu(gate) * up, for a weight [E, 2, I, D] of both, on one device."""
-        raw, of_token, _ = self.raw_product(x, x.dtype)
-        products = raw.reshape(*x.shape[:-1], *self.scales.shape)
-        return QuantizedRows(*quantize_gated(products, of_token, self.scales), x.dtype)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class QuantizedRows:
-    """Activations of tokens, whose real values are `values * scales`, where whoever computed them quantised them.
-
-    Attributes:
-        values: all axes of the activations.
-        scales: one for each token.
-        dtype: of the activations, had they been left alone.
-    """
-
-    values: Float8e4m3fn[Array, "*T I"]
-    scales: Float[Array, "*T"]
-    dtype: DTypeLike = field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the activations."""
-        return self.values.shape
+        multiply = split_product if in_parts else partial(product, implementation=implementation)
+        return multiply(x.values, matrix, kept), (x.scales, self.scales)
 
 
 def to_e4m3(x: Float[Array, "..."], rows: int) -> tuple[Float8e4m3fn[Array, "..."], Float[Array, "..."]]:

@@ -14,31 +14,68 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from dflash_jax.weights.formats.protocol import Product, Rows, plain
+from pallas_kernels import gated, largest
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Transposed:
-    """A weight as the matrix [inputs, output rows]; stands where the array stood.
+    """A weight stored as the matrix [I, O], on one device.
 
     Attributes:
         values: the matrix.
-        shape: of the weight.
+        shape: shape of the weight, [*O, *I].
     """
 
     values: Float[Array, "I O"]
     shape: tuple[int, ...] = field(metadata={"static": True})
 
-    def product(self, x: Float[Array, "M I"]) -> Float[Array, "M O"]:
-        """X @ weight.T in float32, or x's dtype; x is rounded to the dtype of the matrix."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix."""
+        return self.values.nbytes
+
+    @property
+    def wants_quantized_rows(self) -> bool:
+        """Inputs are plain: CPUs have no fp8 products."""
+        return False
+
+    def product(self, x: Rows, dtype: DTypeLike | None = None, *, kernels: bool = False) -> Float[Array, "*T O"]:
+        """X @ weight.T; x is rounded to the dtype of the matrix, and no kernel is needed."""
         precision = lax.Precision.HIGHEST if self.values.dtype == jnp.float32 else None
-        rows = x.astype(self.values.dtype)
-        if len(rows) == 1 and precision is None:  # XLA has no product for it, and takes ten times as long as for two
+        x = plain(x, "a transposed array")
+        flat = x.reshape(-1, x.shape[-1])
+        rows = flat.astype(self.values.dtype)
+        if len(rows) == 1 and precision is None:
+            # XLA has no bfloat16 product for a single row and takes ten times as long as for two.
             rows = jnp.concatenate([rows, rows])
         dimensions = (((1,), (0,)), ((), ()))
         out = lax.dot_general(rows, self.values, dimensions, precision=precision, preferred_element_type=jnp.float32)
-        return out[: len(x)]
+        return out[: len(flat)].astype(x.dtype if dtype is None else dtype).reshape(*x.shape[:-1], -1)
+
+    def unscaled(self, x: Rows, *, kernels: bool) -> Product:
+        """The product; there are no scales."""
+        return Product(self.product(x), None)
+
+    def split(self, x: Rows, *, kernels: bool) -> Product:
+        """The product in one part."""
+        return Product(self.product(x), None)
+
+    def gated(self, x: Rows, *, kernels: bool) -> Rows:
+        """silu(gate) * up in x's dtype."""
+        return gated(self.product(x).reshape(*x.shape[:-1], *self.shape[:-1]))
+
+    def largest(
+        self, x: Rows, length: Int[Array, ""] | None = None, *, kernels: bool
+    ) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
+        """Argmax and its logit, over float32 logits of all tokens."""
+        return largest(self.product(x, jnp.float32))
+
+    def shard(self, axis: int, name: str) -> None:
+        """It is never split: several devices, which stand for accelerators, hold plain arrays."""
 
 
 def narrowed(params: Mapping[str, Any], target: Mapping[str, Any], dtype: jnp.dtype) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Products of activations with weights, in whatever form the weights are held."""
+"""Products of activations with weights of any format."""
 
 from __future__ import annotations
 
@@ -7,39 +7,43 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dflash_jax.weights.formats.fp8 import Quantized, QuantizedRows
-from dflash_jax.weights.formats.transposed import Transposed
-from pallas_kernels import product
+from dflash_jax.weights.formats.array import ArrayWeight
+from dflash_jax.weights.formats.protocol import QuantizedRows, Rows, Weight
 
-Weight = Array | Quantized | Transposed
+
+def weight_of(leaf: Array | Weight) -> Weight:
+    """The weight that stands in the parameters; a plain array is wrapped."""
+    return leaf if isinstance(leaf, Weight) else ArrayWeight(leaf)
+
+
+def flat_rows(x: Float[Array, "B T *I"] | QuantizedRows) -> Rows:
+    """Activations as one row of inputs for each token, [B, T, I], as formats take them."""
+    return x if isinstance(x, QuantizedRows) else x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
 
 
 def project(
-    x: Float[Array, "B T *I"] | QuantizedRows, weight: Weight, bias: Array | None = None, *, alone: bool = False
+    x: Float[Array, "B T *I"] | QuantizedRows,
+    weight: Array | Weight,
+    bias: Float[Array, "*O"] | None = None,
+    *,
+    kernels: bool = False,
 ) -> Float[Array, "B T *O"]:
-    """X @ weight.T for a weight [*O, *I], giving x's dtype; float32 stays float32 on every device (no TF32).
+    """X @ weight.T + bias for a weight [*O, *I], in x's dtype, summed in float32.
 
-    `alone` says that it is on one device and will not be differentiated, so that kernels may do it.
+    Args:
+        x: activations.
+        weight: of any format.
+        bias: added to the product.
+        kernels: whether Pallas kernels may compute it, as for `Weight`.
+
+    Raises:
+        TypeError: x is quantised and the weight's format multiplies plain activations only.
     """
-    inner = x.shape[2:]
-    outer = weight.shape[: -len(inner)]
-    tokens = x if isinstance(x, QuantizedRows) else x.reshape(*x.shape[:2], math.prod(inner))
-    if isinstance(weight, Quantized):
-        out = weight.product(tokens, x.dtype)
-    elif isinstance(tokens, QuantizedRows):
-        raise TypeError(f"Rows in fp8 are multiplied by a weight in fp8; this is {type(weight).__name__}.")
-    elif isinstance(weight, Transposed):
-        out = weight.product(tokens.reshape(-1, tokens.shape[-1])).astype(x.dtype)
-    else:
-        out = product(tokens, weight.reshape(-1, tokens.shape[-1]), implementation=None if alone else "reference")
-    out = out.reshape(*x.shape[:2], *outer)
+    outer = weight.shape[: len(weight.shape) - len(x.shape[2:])]
+    out = weight_of(weight).product(flat_rows(x), kernels=kernels).reshape(*x.shape[:2], *outer)
     return out if bias is None else out + bias
 
 
-def logits_of(
-    hidden: Float[Array, "B T D"], weight: Float[Array, "V D"] | Quantized | Transposed
-) -> Float[Array, "B T V"]:
-    """Logits in float32, accumulated in float32, for a head [V, D]."""
-    if isinstance(weight, Quantized | Transposed):
-        return weight.product(hidden.reshape(-1, hidden.shape[-1])).reshape(*hidden.shape[:2], -1)
-    return product(hidden, weight, jnp.float32, implementation="reference")
+def logits_of(hidden: Float[Array, "B T D"], head: Float[Array, "V D"] | Weight) -> Float[Array, "B T V"]:
+    """float32 logits, summed in float32. They can be differentiated, and split by XLA."""
+    return weight_of(head).product(hidden, jnp.float32)
