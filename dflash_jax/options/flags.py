@@ -43,6 +43,19 @@ def add_options(group: Any, owner: type, *, without: Collection[str] = (), **def
             add_option(group, owner, name, **({"default": defaults[name]} if name in defaults else {}))
 
 
+def add_preset_options(parser: argparse.ArgumentParser, owner: type) -> None:
+    """Add a flag for each option of a dataclass to a command that a preset may give them, too.
+
+    The parser returns only the flags that were given. None is required, and names are not checked: the dataclass checks
+    what flags and preset say together.
+    """
+    for name, about in options_of(owner).items():
+        default = default_of(owner, name)
+        words = "" if default is MISSING else f" (default: {about.unset or shown_default(default)})"
+        changes = {"required": False, "default": argparse.SUPPRESS, "choices": None, "help": about.help + words}
+        add_option(parser, owner, name, **changes)
+
+
 def add_option(group: Any, owner: type, name: str, **changes: Any) -> None:
     """Add the flag of one option; `changes` are arguments of `add_argument` in place of what the option says."""
     about, default = options_of(owner)[name], default_of(owner, name)

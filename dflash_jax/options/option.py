@@ -124,7 +124,8 @@ def check_options(options: Any, *, as_flags: bool = False) -> None:
             problem = None if item is None and about.kind.or_none else about.kind.problem(item)
             if problem is not None:
                 called = flag_names(name, about)[0] if as_flags else name
-                raise ConfigError(f"{called}={item!r} {problem}{' or None' if about.kind.or_none else ''}.")
+                none = " or None" if about.kind.or_none and not as_flags else ""
+                raise ConfigError(f"{called}={item!r} {problem}{none}.")
 
 
 def unknown_option(name: str, known: Iterable[str]) -> ConfigError:
