@@ -14,7 +14,7 @@ from dflash_jax.bench.acceptance import of_engine
 from dflash_jax.bench.report import histogram_lines
 from dflash_jax.llm import LLM
 from dflash_jax.loading import find_models, load_llm
-from dflash_jax.options.flags import add_engine_arguments
+from dflash_jax.options.flags import HelpFormatter, add_engine_arguments
 from dflash_jax.progress import phase
 
 EMBEDDED_PROMPT = (
@@ -49,7 +49,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         prog="python -m dflash_jax.generate",
         description="Complete a prompt. The text is standard output; how fast it was, and how many tokens each round "
         "emitted, is standard error.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add_engine_arguments(parser)
     parser.add_argument("--compare", action="store_true", help="decode again without the drafter, and show both speeds")

@@ -29,7 +29,7 @@ from dflash_jax.engine.device.shapes import Load
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.host.adaptive import BlockLengths
 from dflash_jax.options import EngineArgs, EngineConfig
-from dflash_jax.options.engine_config import DRAFT_QUANTIZATIONS
+from dflash_jax.options.flags import add_option
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.parallel.platform import enable_compilation_cache
 from dflash_jax.spec import DraftConfig, TargetConfig
@@ -141,8 +141,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=400, help="to decode, of which the second half is timed")
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement; the median is compared")
-    parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--draft-quantization", choices=DRAFT_QUANTIZATIONS, help="of the drafter's matrix products")
+    add_option(parser, EngineArgs, "kv_cache_dtype")
+    add_option(parser, EngineArgs, "draft_quantization")
     parser.add_argument("--small", action="store_true", help="a small model, to try the script on a CPU")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

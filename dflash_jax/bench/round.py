@@ -31,7 +31,8 @@ from dflash_jax.bench.round_models import PRESETS, configs_of, random_params
 from dflash_jax.engine.device.memory import explain_out_of_memory
 from dflash_jax.engine.device.model import Model, quantized
 from dflash_jax.options import EngineArgs, EngineConfig
-from dflash_jax.options.engine_config import DRAFT_QUANTIZATIONS, DTYPES, KV_CACHE_DTYPES
+from dflash_jax.options.flags import add_option
+from dflash_jax.options.option import default_of
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.parallel.platform import enable_compilation_cache
 from dflash_jax.progress import Phase, phase
@@ -52,32 +53,30 @@ class Cell:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command: the models', the cells', the engine's and the report's."""
-    default = EngineArgs()
-    add = parser.add_argument_group("models").add_argument
+    group = parser.add_argument_group("models")
+    add = group.add_argument
     add("--model", default="qwen3-8b", help=f"{', '.join(PRESETS)}, or a folder with a config.json")
     add("--draft-model", help="folder with the config.json of a drafter; without it, one as z-lab publishes them")
     add("--draft-sliding-window", type=int, help="tokens that all layers of that drafter but the last see")
     add("--plain", action="store_true", help="decode without a drafter")
-    add("--num-speculative-tokens", type=int, help="drafts verified each round; without it, the whole block")
+    add_option(group, EngineArgs, "num_speculative_tokens", help="drafts verified each round (default: whole block)")
     add("--num-accepted-tokens", type=int, default=5, help="drafts kept each round")
-    add("--dtype", default=default.dtype, choices=["auto", *DTYPES], help="of parameters and activations")
-    add = parser.add_argument_group("cells").add_argument
+    add_option(group, EngineArgs, "dtype")
+    group = parser.add_argument_group("cells")
+    add = group.add_argument
     add("--batch-size", type=int, nargs="*", default=[1], help="requests that decode together; none to only prefill")
     add("--context", type=int, nargs="+", default=[1024], help="tokens of each prompt")
     add("--output-len", type=int, default=256, help="tokens that each request decodes")
     add("--warmup-rounds", type=int, default=3, help="of these, rounds that are not timed; the first compiles")
-    kv_dtypes = ["auto", *KV_CACHE_DTYPES]
-    add("--kv-cache-dtype", nargs="+", default=["auto"], choices=kv_dtypes, help="of stored K and V")
-    add("--draft-kv-cache-dtype", default="auto", choices=kv_dtypes, help="the drafter's")
-    add("--draft-quantization", choices=DRAFT_QUANTIZATIONS, help="of the drafter's matrix products")
-    add("--tensor-parallel-size", type=int, nargs="+", default=[1], help="devices that share the model")
+    for name in ("kv_cache_dtype", "tensor_parallel_size"):
+        add_option(group, EngineArgs, name, nargs="+", default=[default_of(EngineArgs, name)])
+    for name in ("draft_kv_cache_dtype", "draft_quantization"):
+        add_option(group, EngineArgs, name)
     add("--prefill", action="store_true", help="also time the prefill of one prompt of each context")
-    add = parser.add_argument_group("engine").add_argument
-    add("--max-model-len", type=int, help="tokens of the longest request; without it, what the cells need")
-    add("--max-num-batched-tokens", type=int, default=default.max_num_batched_tokens, help="prompt tokens a step")
-    add("--page-size", type=int, default=default.page_size, help="tokens a page of the KV cache")
-    add("--gpu-memory-utilization", type=float, default=default.gpu_memory_utilization, help="share of its memory")
-    add("--kv-cache-memory-bytes", type=int, help="memory for the KV cache; overrides the share")
+    group = parser.add_argument_group("engine")
+    add_option(group, EngineArgs, "max_model_len", help="tokens of the longest request (default: what the cells need)")
+    for name in ("max_num_batched_tokens", "page_size", "gpu_memory_utilization", "kv_cache_memory_bytes"):
+        add_option(group, EngineArgs, name)
     add = parser.add_argument_group("result").add_argument
     add("--no-trace", action="store_true", help="do not take rounds apart with a profiler")
     add("--trace-rounds", type=int, default=8, help="rounds that are profiled, behind those that are timed")

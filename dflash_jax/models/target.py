@@ -84,8 +84,8 @@ class TargetModel(nn.Module):
             _, after = last.attend(before, q, norm, positions, kv_length, cache)
             hidden = plain(after, "the head of a target")
             return _row(hidden, end), _side_by_side(x, [*outputs, hidden], taps), before, cache
-        _, hidden = last.attend(_row(before, end), _row(q, end), norm, _row(positions, end), kv_length, cache)
-        return plain(hidden, "the head of a target"), _side_by_side(x, outputs, taps), before, cache
+        _, after = last.attend(_row(before, end), _row(q, end), norm, _row(positions, end), kv_length, cache)
+        return plain(after, "the head of a target"), _side_by_side(x, outputs, taps), before, cache
 
     def finish(
         self, before: Float[Array, "B T D"], positions: Int[Array, "B T"], cache: KVCache

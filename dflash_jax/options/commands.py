@@ -1,4 +1,4 @@
-"""Command lines that hold several commands: `python -m dflash_jax.bench serve ...`."""
+"""Command lines with several commands, such as `python -m dflash_jax.bench serve ...`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from dflash_jax.base.errors import DFlashError
+from dflash_jax.options.flags import HelpFormatter
 
 
 def parse_command(
     prog: str, description: str, commands: Mapping[str, ModuleType], arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """A command line; `args.run` is what it asks for.
+    """Parse a command line; `args.run` is the function of the command that was named.
 
     Args:
         prog: what is typed before the command.
-        description: of all commands.
+        description: what all commands together are for.
         commands: by name, modules with `HELP`, `add_arguments(parser)` and `run(args) -> status`.
-        arguments: None takes those of the process.
+        arguments: None takes the process's.
     """
     parser = argparse.ArgumentParser(prog=prog, description=description)
     subparsers = parser.add_subparsers(dest="command", required=True)
@@ -28,7 +29,7 @@ def parse_command(
             name,
             help=command.HELP,
             description=command.HELP,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=HelpFormatter,
         )
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
@@ -36,7 +37,7 @@ def parse_command(
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Run it; returns the exit status: what the command says, 2 if it could not do its work."""
+    """Run the command; returns its exit status, or 2 after printing the error that stopped it."""
     try:
         status: int = args.run(args)
     except DFlashError as error:

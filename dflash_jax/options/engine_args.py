@@ -1,69 +1,177 @@
-"""The options of an engine as users give them, with their defaults. Names are vLLM's where it has them."""
+"""The options of an engine as users give them. Names are vLLM's where it has them."""
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from dflash_jax.base.errors import ConfigError
+from dflash_jax.options.dtypes import DRAFT_QUANTIZATIONS, DTYPES, KV_CACHE_DTYPES
+from dflash_jax.options.flag_values import drafts_of_block
+from dflash_jax.options.kinds import Choice, Number, Switch
+from dflash_jax.options.option import Flag, documented, option, options_of, unknown_option
+
+SIZE, SIZE_OR_NONE = Number(1), Number(1, or_none=True)
+STORED = Choice(("auto", *KV_CACHE_DTYPES))
+SPECULATION, ENGINE = "speculation", "engine"  # titles of the server's flags
 
 
+@documented
 @dataclass(frozen=True)
 class EngineArgs:
-    """Options of `LLM`, `AsyncLLM` and the server.
+    """Options of `LLM`, `AsyncLLM` and the server."""
 
-    Attributes:
-        dtype: "auto" (the checkpoint's; float16 and fp8 become bfloat16, and on CPUs all become float32, but for the
-            matrix products of a drafter, which are in bfloat16 there), "float32" or "bfloat16".
-        kv_cache_dtype: "auto" (dtype), "float32", "bfloat16", "fp8_e4m3", "fp8_e5m2" or "fp8" (e4m3).
-        draft_kv_cache_dtype: the same of the drafter's keys and values; "auto" takes kv_cache_dtype.
-        draft_quantization: "fp8" runs the drafter's matrix products in e4m3, over a copy of the head: faster where the
-            device multiplies fp8, and slower on CPUs. It changes drafts, never outputs; None leaves them in dtype.
-        max_model_len: most tokens of prompt and completion; None takes the target's max_position_embeddings.
-        max_num_seqs: most sequences that run side by side.
-        max_num_batched_tokens: most prompt tokens processed in one step, over all sequences.
-        max_num_queued_seqs: most sequences that wait for `AsyncLLM`; None bounds nothing.
-        num_speculative_tokens: drafts that every round verifies, at most the drafter's block_size - 1; None lets each
-            round verify as many as pay.
-        tensor_parallel_size: devices that share the model.
-        page_size: tokens a page of the KV cache.
-        enable_prefix_caching: keep the pages of past prompts, and take them up again for a prompt that begins alike.
-        gpu_memory_utilization: share of the device's memory for parameters and KV cache.
-        kv_cache_memory_bytes: memory for the KV cache of all devices together; overrides the share.
-        compile_at_start: compile every step before the first request; otherwise each is compiled when first needed.
-            None does so on accelerators, where programs are kept over restarts; on CPUs it compiles what a lone request
-            needs, meanwhile.
-        seed: of the seeds drawn for requests that bring none; None makes every run differ.
-    """
-
-    dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
-    draft_kv_cache_dtype: str = "auto"
-    draft_quantization: str | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 8192
-    max_num_queued_seqs: int | None = None
-    num_speculative_tokens: int | None = None
-    tensor_parallel_size: int = 1
-    page_size: int = 64
-    enable_prefix_caching: bool = True
-    gpu_memory_utilization: float = 0.9
-    kv_cache_memory_bytes: int | None = None
-    compile_at_start: bool | None = False
-    seed: int | None = 0
+    dtype: str = option(
+        "auto",
+        Choice(("auto", *DTYPES)),
+        "type of parameters and activations; auto is the checkpoint's, where float16 and fp8 become bfloat16, and on "
+        "CPUs float32 (but bfloat16 for a drafter's matrix products, which change no output)",
+        server_group=ENGINE,
+    )
+    kv_cache_dtype: str = option(
+        "auto", STORED, "type of stored keys and values; auto takes dtype, and fp8 is fp8_e4m3", server_group=ENGINE
+    )
+    draft_kv_cache_dtype: str = option(
+        "auto",
+        STORED,
+        "type of the drafter's stored keys and values; auto takes kv_cache_dtype",
+        server_group=SPECULATION,
+        must_agree=True,
+        speculative_key="kv_cache_dtype",
+    )
+    draft_quantization: str | None = option(
+        None,
+        Choice(DRAFT_QUANTIZATIONS, or_none=True),
+        "type of the drafter's matrix products, its pass over the head included; changes drafts, never outputs; faster "
+        "where the device multiplies fp8, slower on CPUs",
+        unset="none: computes in dtype",
+        server_group=SPECULATION,
+        server_names=("--draft-quantization", "--speculative-draft-model-quantization"),
+        must_agree=True,
+        speculative_key="quantization",
+    )
+    max_model_len: int | None = option(
+        None,
+        SIZE_OR_NONE,
+        "most tokens of prompt and completion",
+        unit="TOKENS",
+        unset="the model's max_position_embeddings",
+        server_group=ENGINE,
+        server_names=("--max-model-len", "--context-length"),
+    )
+    max_num_seqs: int = option(
+        16,
+        SIZE,
+        "most sequences that run side by side",
+        unit="SEQUENCES",
+        server_group=ENGINE,
+        server_names=("--max-num-seqs", "--max-running-requests"),
+    )
+    max_num_batched_tokens: int = option(
+        8192,
+        SIZE,
+        "most prompt tokens processed in one step, over all sequences",
+        unit="TOKENS",
+        server_group=ENGINE,
+        server_names=("--max-num-batched-tokens", "--chunked-prefill-size"),
+    )
+    max_num_queued_seqs: int | None = option(
+        None,
+        SIZE_OR_NONE,
+        "most sequences (n of each request) that wait in `AsyncLLM` and the server; none bounds nothing",
+        unit="SEQUENCES",
+        server_group=ENGINE,
+        server_names=("--max-num-queued-reqs", "--max-queued-requests"),
+    )
+    num_speculative_tokens: int | None = option(
+        None,
+        SIZE_OR_NONE,
+        "drafts that every round verifies, at most the drafter's block_size - 1",
+        unit="DRAFTS",
+        unset="none: each round verifies as many as pay",
+        server_group=SPECULATION,
+        server_names=("--num-speculative-tokens", "--spec-tokens"),
+        must_agree=True,
+        speculative_key="num_speculative_tokens",
+        server_flags=(
+            Flag(
+                ("--speculative-num-draft-tokens",),
+                "SGLang's name of --num-speculative-tokens, which counts the target's own token, too",
+                unset="as many as pay",
+                arguments={"type": drafts_of_block, "metavar": "TOKENS"},
+            ),
+        ),
+    )
+    tensor_parallel_size: int = option(
+        1,
+        SIZE,
+        "devices that share the model",
+        unit="DEVICES",
+        server_group=ENGINE,
+        server_names=("--tensor-parallel-size", "-tp", "--tp-size", "--tp"),
+    )
+    page_size: int = option(
+        64,
+        SIZE,
+        "tokens of a page of the KV cache",
+        unit="TOKENS",
+        server_group=ENGINE,
+        server_names=("--block-size", "--page-size"),
+    )
+    enable_prefix_caching: bool = option(
+        True,
+        Switch(),
+        "keep the pages of past prompts, and share them with prompts that begin alike",
+        server_group=ENGINE,
+        server_flags=(
+            Flag(
+                ("--disable-radix-cache",),
+                "SGLang's name of --no-enable-prefix-caching",
+                unset="prefix caching is on",
+                arguments={"action": "store_false"},
+            ),
+        ),
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        Number(0, 1, is_whole=False, is_open=True),
+        "share of the device's memory for parameters and KV cache, above 0 and at most 1",
+        unit="SHARE",
+        server_group=ENGINE,
+        server_names=("--gpu-memory-utilization", "--mem-fraction-static"),
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        SIZE_OR_NONE,
+        "memory for the KV cache of all devices together, instead of what the share leaves",
+        unit="BYTES",
+        unset="none: what the share leaves",
+        server_group=ENGINE,
+    )
+    compile_at_start: bool | None = option(
+        False,
+        Switch(or_none=True),
+        "compile every program before the first request, not when it is first needed; none does so on accelerators, "
+        "where compiled programs are kept over restarts, and on CPUs compiles only what one request needs",
+        server_group=ENGINE,
+    )
+    seed: int | None = option(
+        0,
+        Number(-(2**63), 2**63 - 1, or_none=True),
+        "seed of the seeds drawn for requests that bring none; none makes every run differ",
+        unit="N",
+        server_group=ENGINE,
+        server_names=("--seed", "--random-seed"),
+    )
 
     @staticmethod
     def of(options: dict[str, Any]) -> EngineArgs:
-        """Options by name.
+        """The options with these names; the others have their defaults.
 
         Raises:
-            ConfigError: one is unknown; the nearest known one is named.
+            ConfigError: a name is unknown; a name near it is suggested.
         """
-        known = [field.name for field in fields(EngineArgs)]
+        known = options_of(EngineArgs)
         for name in options:
             if name not in known:
-                nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                raise ConfigError(f"there is no option {name!r}; did you mean {nearest!r}?")
+                raise unknown_option(name, known)
         return EngineArgs(**options)

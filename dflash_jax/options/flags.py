@@ -1,50 +1,93 @@
-"""The engine's options as flags, for every command that loads an engine itself. The server has vLLM's."""
+"""Flags of commands other than the server, made of dataclasses of options.
+
+These flags have the fields' names and plain types; the dataclass checks their values, so that flags, presets and Python
+are refused in the same sentence. The server's flags are made in `serve_flags`.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
+from dataclasses import MISSING
 from typing import Any
 
-from dflash_jax.options import EngineArgs
-from dflash_jax.options.engine_config import DRAFT_QUANTIZATIONS, DTYPES, KV_CACHE_DTYPES
+from dflash_jax.options.engine_args import EngineArgs
+from dflash_jax.options.option import default_of, flag_names, options_of, shown_default
+from dflash_jax.options.serve_args import ServeArgs
 
-ON_OFF = argparse.BooleanOptionalAction
-KV_DTYPES = ["auto", *KV_CACHE_DTYPES]
-FLAGS: dict[str, dict[str, Any]] = {  # by the name in `EngineArgs`
-    "dtype": {"choices": ["auto", *DTYPES], "help": "of parameters and activations"},
-    "kv_cache_dtype": {"choices": KV_DTYPES, "help": "of stored K and V"},
-    "draft_kv_cache_dtype": {"choices": KV_DTYPES, "help": "the same of the drafter's"},
-    "draft_quantization": {"choices": DRAFT_QUANTIZATIONS, "help": "of the drafter's matrix products"},
-    "max_model_len": {"type": int, "help": "tokens of prompt and completion; the model's without it"},
-    "max_num_seqs": {"type": int, "help": "most sequences that run side by side"},
-    "max_num_batched_tokens": {"type": int, "help": "prompt tokens a step"},
-    "num_speculative_tokens": {"type": int, "help": "drafts verified each round; without it, as many as pay"},
-    "tensor_parallel_size": {"type": int, "help": "devices that share the model"},
-    "page_size": {"type": int, "help": "tokens a page of the KV cache"},
-    "enable_prefix_caching": {"action": ON_OFF, "help": "keep pages of past prompts"},
-    "gpu_memory_utilization": {"type": float, "help": "share of its memory"},
-    "kv_cache_memory_bytes": {"type": int, "help": "memory for the KV cache; overrides the share"},
-    "compile_at_start": {"action": ON_OFF, "help": "compile every program before the first request"},
-}
+MODELS = ("model", "draft_model")
+# A command that loads an engine itself never queues requests, and a seed of its own decides all that is random in it.
+ABSENT_IN_COMMANDS = ("max_num_queued_seqs", "seed")
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the default of each flag whose help does not say what happens without it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_nothing = action.default in (None, []) or action.default is False
+        is_said = action.help is None or "(default: " in action.help
+        return action.help if is_nothing or is_said else super()._get_help_string(action)
+
+
+def add_options(group: Any, owner: type, *, without: Collection[str] = (), **defaults: Any) -> None:
+    """Add a flag for each option of a dataclass.
+
+    Args:
+        group: a parser, or a group of one.
+        owner: the dataclass.
+        without: fields that get no flag.
+        defaults: by field, where they are not those of the dataclass.
+    """
+    for name in options_of(owner):
+        if name not in without:
+            add_option(group, owner, name, **({"default": defaults[name]} if name in defaults else {}))
+
+
+def add_preset_options(parser: argparse.ArgumentParser, owner: type) -> None:
+    """Add a flag for each option of a dataclass to a command that a preset may give them, too.
+
+    The parser returns only the flags that were given. None is required, and names are not checked: the dataclass checks
+    what flags and preset say together.
+    """
+    for name, about in options_of(owner).items():
+        default = default_of(owner, name)
+        words = "" if default is MISSING else f" (default: {about.unset or shown_default(default)})"
+        changes = {"required": False, "default": argparse.SUPPRESS, "choices": None, "help": about.help + words}
+        add_option(parser, owner, name, **changes)
+
+
+def add_option(group: Any, owner: type, name: str, **changes: Any) -> None:
+    """Add the flag of one option; `changes` are arguments of `add_argument` in place of what the option says."""
+    about, default = options_of(owner)[name], default_of(owner, name)
+    arguments = {"dest": name, "help": about.help} | about.kind.plain_flag()
+    if "action" not in arguments:
+        arguments |= {"metavar": about.unit, "nargs": about.nargs}
+    if default is MISSING:
+        arguments |= {"required": True} | changes
+    else:
+        arguments |= {"default": list(default) if isinstance(default, tuple) else default} | changes
+        is_usual = "default" not in changes or changes["default"] == default
+        words = about.unset if is_usual and about.unset else shown_default(arguments["default"])
+        arguments["help"] += "" if "help" in changes else f" (default: {words})"
+    arguments["help"] = arguments["help"].replace("%", "%%")
+    group.add_argument(*flag_names(name, about), **arguments)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] = (), **defaults: Any) -> None:
     """Add the flags of model, drafter and engine.
 
     Args:
-        parser: of the command.
-        without: names in `EngineArgs` that the command takes otherwise, or decides.
-        defaults: by such a name, where they are not those of `EngineArgs`.
+        parser: the command's.
+        without: fields of `EngineArgs` that the command has other flags for, or decides itself.
+        defaults: by field of `EngineArgs`, where the command's differ.
     """
-    group, own = parser.add_argument_group("engine"), EngineArgs(**defaults)
-    group.add_argument("--model", help="folder or Hugging Face Hub id; without it, the embedded pair")
-    group.add_argument("--draft-model", help="the same of its DFlash drafter; without it, one token a pass")
-    for name, options in FLAGS.items():
-        if name not in without:
-            group.add_argument(f"--{name.replace('_', '-')}", default=getattr(own, name), **options)
+    group = parser.add_argument_group("engine")
+    for name in MODELS:
+        add_option(group, ServeArgs, name)
+    add_options(group, EngineArgs, without=(*ABSENT_IN_COMMANDS, *without), **defaults)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Those of `EngineArgs` that the command line gives."""
-    return {name: getattr(args, name) for name in FLAGS if hasattr(args, name)}
+    """The values of a command line for `EngineArgs`, by field."""
+    names = [name for name in options_of(EngineArgs) if name not in ABSENT_IN_COMMANDS]
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}

@@ -1,344 +1,373 @@
-"""The command line of `python -m dflash_jax.serve`, checked: what every part of the server is told."""
+"""The options of the server."""
 
 from __future__ import annotations
 
-import difflib
-import json
-import re
-import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from itertools import takewhile
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import yaml
-
-from dflash_jax.base.errors import ConfigError
-from dflash_jax.options import EngineArgs
-from dflash_jax.options.flag_values import Number, json_object
-from dflash_jax.options.serve_flags import Parser, build_parser
-from dflash_jax.weights.folder import alias_drafter
+from dflash_jax.base.values import MOST_COMPLETIONS, MOST_LOGPROBS
+from dflash_jax.options import flag_values as values
+from dflash_jax.options.engine_args import ENGINE, SPECULATION, EngineArgs
+from dflash_jax.options.kinds import Choice, Number, Read, Switch, Text
+from dflash_jax.options.option import Flag, described, documented, option
 
 SERVER_ENGINE = EngineArgs(compile_at_start=None, max_num_queued_seqs=4096)
-EMBEDDED_NAME = "dflash-embedded"  # what requests call the embedded pair
-FLAG = re.compile(r"-[^\d\s][^\s]*")  # what argparse would never take as a value
+EMBEDDED_NAME = "dflash-embedded"  # the embedded pair's name in requests
+# Names of `dflash_jax.text.parsing`, which this room does not import; a test compares them.
+REASONING_PARSERS = ("qwen3",)
+TOOL_PARSERS = ("hermes", "qwen3_json", "qwen3_coder", "qwen3_xml")
+
+MODEL, SERVER, SECURITY, LIMITS, ANSWERS, LOGGING = "model", "server", "security", "limits", "answers", "logging"
+GROUPS = (MODEL, SPECULATION, ENGINE, SERVER, SECURITY, LIMITS, ANSWERS, LOGGING)  # as `--help` orders them
+
+COUNT, COUNT_OR_ZERO = Number(1), Number(0)
+SECONDS, SECONDS_OR_ZERO = Number(0, is_whole=False, is_open=True), Number(0, is_whole=False)
+SECONDS_OR_NONE = Number(0, is_whole=False, is_open=True, or_none=True)
+PEM = Read(values.readable_file, or_none=True)
+MODEL_NAME = Text("a folder or a Hub id", or_none=True)
 
 
+@documented
 @dataclass(frozen=True)
 class Limits:
-    """What the server lets a client do.
+    """What the server lets a client do."""
 
-    Attributes:
-        max_request_body_bytes: of one request.
-        max_header_bytes: of one request, all headers together.
-        request_header_timeout: seconds until the headers are there.
-        request_body_timeout: seconds until the body is there.
-        request_timeout: seconds from arrival to the last token; None bounds nothing.
-        max_concurrent_requests: HTTP connections at a time.
-        max_n: completions of one prompt.
-        max_prompts: prompts of one completion request.
-        max_stop_strings: of one request.
-        max_logprobs: alternatives of one token.
-    """
+    max_request_body_bytes: int = option(
+        16 * 1024**2, COUNT, "most bytes of a request's body", unit="BYTES", server_group=LIMITS
+    )
+    max_header_bytes: int = option(
+        64 * 1024, COUNT, "most bytes of a request's headers together", unit="BYTES", server_group=LIMITS
+    )
+    request_header_timeout: float = option(
+        10.0, SECONDS, "seconds that a client has to send its headers", unit="SECONDS", server_group=LIMITS
+    )
+    request_body_timeout: float = option(
+        60.0, SECONDS, "seconds that a client has to send its body", unit="SECONDS", server_group=LIMITS
+    )
+    request_timeout: float | None = option(
+        None,
+        SECONDS_OR_NONE,
+        "seconds that a request may take from arrival to its last token; then it is aborted",
+        unit="SECONDS",
+        unset="none: as long as it takes",
+        server_group=LIMITS,
+    )
+    max_concurrent_requests: int = option(8192, COUNT, "most HTTP connections at a time", unit="N", server_group=LIMITS)
+    max_n: int = option(
+        64,
+        Number(1, MOST_COMPLETIONS),
+        "most completions of a prompt (a request's n)",
+        unit="N",
+        server_group=LIMITS,
+    )
+    max_prompts: int = option(1024, COUNT, "most prompts of one completion request", unit="N", server_group=LIMITS)
+    max_stop_strings: int = option(16, COUNT_OR_ZERO, "most stop strings of a request", unit="N", server_group=LIMITS)
+    max_logprobs: int = option(
+        20,
+        Number(0, MOST_LOGPROBS),
+        f"most alternatives of a token whose log-probabilities a request may ask for, up to {MOST_LOGPROBS}",
+        unit="N",
+        server_group=LIMITS,
+    )
 
-    max_request_body_bytes: int = 16 * 1024**2
-    max_header_bytes: int = 64 * 1024
-    request_header_timeout: float = 10.0
-    request_body_timeout: float = 60.0
-    request_timeout: float | None = None
-    max_concurrent_requests: int = 8192
-    max_n: int = 64
-    max_prompts: int = 1024
-    max_stop_strings: int = 16
-    max_logprobs: int = 20
 
-
+@documented
 @dataclass(frozen=True)
 class ServeArgs:
-    """What the server is told; without arguments, what no flag at all means.
+    """Options of the server. `ServeArgs()` is the command without flags.
 
-    Attributes:
-        model: folder or Hub id of the target; None is the embedded pair.
-        draft_model: the same of the drafter; None is the embedded pair's, or none.
-        engine: the engine's options; accelerators compile every step at start, and the queue is bounded.
-        served_model_name: names of the model in requests; answers have the first.
-        host: address to listen on.
-        port: TCP port to listen on; 0 takes a free one.
-        uds: path of a Unix socket to listen on instead.
-        root_path: what a proxy strips from the paths of URLs; begins with a slash and ends without one, or is empty.
-        api_keys: any of them lets a request in; none lets in all.
-        ssl_keyfile: PEM file of the certificate's key; None if the certificate's file has it.
-        ssl_certfile: PEM file of the server's certificate; None is plain HTTP.
-        ssl_ca_certs: PEM file of the authorities of client certificates.
-        ssl_cert_reqs: client certificates as `ssl.CERT_*`: 0 asks for none, 1 takes them, 2 requires them.
-        allowed_origins: origins of pages that browsers may call from; none turns CORS off.
-        allowed_methods: HTTP methods of such pages.
-        allowed_headers: HTTP headers of such pages.
-        allow_credentials: whether such pages may send cookies and HTTP authentication.
-        chat_template: the text of the Jinja template; None takes the model's.
-        default_chat_template_kwargs: variables of the template, where a request gives none.
-        reasoning_parser: a name of `REASONING_PARSERS`; None leaves reasoning in the content.
-        tool_call_parser: a name of `TOOL_PARSERS`; None leaves calls in the content.
-        enable_auto_tool_choice: whether the model may choose to call tools.
-        generation_config: whose generation_config.json gives sampling defaults: "auto" the model's, "vllm" nobody's,
-            otherwise that of this folder.
-        override_generation_config: sampling defaults that come before those.
-        limits: what a client may do.
-        shutdown_timeout: seconds that running requests have to end after SIGTERM; 0 aborts them at once.
-        restart_engine: whether an engine process that has died is started again.
-        sse_keep_alive_interval: seconds without news after which a stream gets a comment; 0 sends none.
-        stream_interval: least tokens of a stream's chunk, but for the last.
-        enable_request_id_headers: whether answers have the header X-Request-Id.
-        enable_prompt_tokens_details: whether usage tells how much of a prompt was cached.
-        enable_force_include_usage: whether every stream ends with usage.
-        per_request_spec_decode_metrics: what answers tell of their speculation.
-        metrics_prefix: what the names in /metrics begin with.
-        log_level: least level that is logged.
-        disable_log_stats: whether throughput and acceptance are not logged.
-        log_stats_interval: seconds between these lines.
-        enable_log_requests: whether each request is logged.
-        max_log_len: characters, or token ids, of a prompt that are logged; None logs all.
-        enable_docs: whether the OpenAPI schema and its pages are served.
-        profile_dir: folder of traces; None turns profiling off.
+    `engine` holds the engine's options (by default accelerators compile every program at start, and the queue is
+    bounded), `limits` those that bound requests.
     """
 
-    model: str | None = None
-    draft_model: str | None = None
-    engine: EngineArgs = SERVER_ENGINE
-    served_model_name: tuple[str, ...] = (EMBEDDED_NAME,)
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: str | None = None
-    root_path: str = ""
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-    ssl_ca_certs: str | None = None
-    ssl_cert_reqs: int = 0
-    allowed_origins: tuple[str, ...] = ()
-    allowed_methods: tuple[str, ...] = ("*",)
-    allowed_headers: tuple[str, ...] = ("*",)
-    allow_credentials: bool = False
-    chat_template: str | None = None
-    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    reasoning_parser: str | None = None
-    tool_call_parser: str | None = None
-    enable_auto_tool_choice: bool = False
-    generation_config: str = "auto"
-    override_generation_config: dict[str, Any] = field(default_factory=dict)
-    limits: Limits = Limits()
-    shutdown_timeout: float = 30.0
-    restart_engine: bool = False
-    sse_keep_alive_interval: float = 15.0
-    stream_interval: int = 1
-    enable_request_id_headers: bool = False
-    enable_prompt_tokens_details: bool = False
-    enable_force_include_usage: bool = False
-    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "summary"
-    metrics_prefix: str = "dflash_jax:"
-    log_level: str = "info"
-    disable_log_stats: bool = False
-    log_stats_interval: float = 10.0
-    enable_log_requests: bool = False
-    max_log_len: int | None = None
-    enable_docs: bool = True
-    profile_dir: str | None = None
-
-
-# A flag, another that it needs, and what that is.
-NEEDS = (
-    ("ssl_keyfile", "ssl_certfile", "the certificate of the key"),
-    ("ssl_ca_certs", "ssl_certfile", "the server's own certificate"),
-    ("ssl_ca_certs", "ssl_cert_reqs", "1 or 2, without which no client is checked"),
-    ("ssl_cert_reqs", "ssl_ca_certs", "the authorities that are trusted"),
-    ("allow_credentials", "allowed_origins", "the pages that may send them"),
-    ("allowed_methods", "allowed_origins", "the pages that may use them"),
-    ("allowed_headers", "allowed_origins", "the pages that may send them"),
-    ("enable_auto_tool_choice", "tool_call_parser", "the format of calls"),
-)
-
-# Flags of vLLM and SGLang that are left out on purpose: why, and what to do instead.
-ABSENT = {
-    name: reason
-    for line, reason in {
-        "trust-remote-code": "no code is taken from a model folder; leave it out",
-        "tokenizer tokenizer-path tokenizer-mode skip-tokenizer-init": "the tokenizer is that of the model folder; "
-        "put another one's files there",
-        "revision code-revision tokenizer-revision": "a Hub id means its newest revision; download another and "
-        "give its folder",
-        "download-dir": "the Hub's files are kept where HF_HOME says; set that instead",
-        "load-format": "weights are safetensors; convert others first",
-        "quantization q": "the checkpoint's config.json says how it is quantised; leave it out",
-        "hf-overrides rope-scaling rope-theta json-model-override-args": "the model is what its config.json says; edit "
-        "a copy of that",
-        "enforce-eager compilation-config cc O optimization-level cudagraph-capture-sizes disable-cuda-graph "
-        "cuda-graph-max-bs enable-torch-compile": "XLA compiles every step; leave it out, or start sooner with "
-        "--no-compile-at-start",
-        "attention-backend attention-config mm-attention-backend sampling-backend speculative-attention-mode": "the "
-        "device decides which kernels run; leave it out",
-        "swap-space cpu-offload-gb kv-offloading-size kv-transfer-config": "nothing is moved to the host's memory; "
-        "lower --max-model-len or --max-num-seqs if the device's is short",
-        "num-gpu-blocks-override max-total-tokens": "the KV cache is sized in bytes; give --kv-cache-memory-bytes",
-        "data-parallel-size dp dp-size": "a server is one replica; start several and put a router before them",
-        "pipeline-parallel-size pp pp-size": "layers are not spread over devices; share them with "
-        "--tensor-parallel-size",
-        "enable-expert-parallel ep ep-size": "there are no experts in the models that are served; leave it out",
-        "nnodes node-rank master-addr master-port dist-init-addr distributed-executor-backend": "a server uses the "
-        "devices of one host; leave it out",
-        "device": "JAX takes the accelerator that it finds; set JAX_PLATFORMS to choose",
-        "enable-lora lora-modules lora-paths max-loras max-lora-rank": "adapters are not served; merge them into the "
-        "weights",
-        "limit-mm-per-prompt mm-processor-kwargs": "only text is served; leave it out",
-        "runner task convert is-embedding": "only text generation is served; leave it out",
-        "middleware tool-parser-plugin reasoning-parser-plugin logits-processors worker-cls": "no code is loaded by "
-        "name; leave it out",
-        "structured-outputs-config guided-decoding-backend grammar-backend": "structured outputs are llguidance's; "
-        "leave it out",
-        "enable-chunked-prefill": "prompts are always processed in chunks; give their size as --max-num-batched-tokens",
-        "async-scheduling enable-overlap-schedule disable-overlap-schedule": "the host is always one round behind; "
-        "leave it out",
-        "scheduling-policy schedule-policy": "requests are served as they come; leave it out",
-        "speculative-num-steps speculative-eagle-topk speculative-dflash-block-size": "a drafter drafts its whole "
-        "block in one pass; give --num-speculative-tokens to verify less of it",
-        "preferred-sampling-params": "sampling defaults are vLLM's flag here; give --override-generation-config",
-        "disable-log-requests disable-uvicorn-access-log": "requests are logged only with --enable-log-requests; leave "
-        "it out",
-        "uvicorn-log-level log-level-http": "one level is for all; give --log-level",
-        "enable-metrics": "/metrics is always served; leave it out",
-        "profiler-config": "traces are jax.profiler's; give --profile-dir",
-        "otlp-traces-endpoint": "no traces are exported; read /metrics, or profile with --profile-dir",
-        "h11-max-incomplete-event-size h11-max-header-count": "headers are bounded in bytes; give --max-header-bytes",
-        "ssl-ciphers enable-ssl-refresh": "TLS is Python's default; put a proxy in front for more",
-    }.items()
-    for name in line.split()
-}
-
-
-def parse_args(arguments: list[str] | None = None) -> ServeArgs:
-    """What the arguments say, by default those of the process.
-
-    Raises:
-        SystemExit: with status 2, after one sentence, if an argument is unknown, impossible or contradicts another;
-            with status 0 after `--help`.
-    """
-    defaults = {f.name: getattr(part, f.name) for part in _parts(ServeArgs()) for f in fields(part)}
-    parser = build_parser(defaults | {"spec_method": None, "config": None})
-    try:
-        given = _given(parser, sys.argv[1:] if arguments is None else arguments)
-        path = given.pop("config", None)
-        return _build(given if path is None else _from_file(parser, path) | given)
-    except ConfigError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
-
-
-def _parts(args: ServeArgs) -> tuple[ServeArgs, EngineArgs, Limits]:
-    return args, args.engine, args.limits
-
-
-def _given(parser: Parser, arguments: Iterable[str]) -> dict[str, Any]:
-    """The fields that arguments set, by name."""
-    arguments = [_dashed(argument) for argument in arguments]
-    for argument in takewhile(lambda a: a != "--", arguments):
-        name = argument.partition("=")[0]
-        if FLAG.fullmatch(name) and name not in (*parser.flags, "-h", "--help"):
-            raise _unknown(name, parser.flags)
-    namespace, rest = parser.parse_known_args(arguments)
-    if rest:
-        raise ConfigError(f"{rest[0]!r} is one argument too many; give one model, and flags.")
-    return vars(namespace)
-
-
-def _dashed(argument: str) -> str:
-    """A flag with dashes: vLLM's may have underscores."""
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value if FLAG.fullmatch(name) else argument
-
-
-def _unknown(name: str, known: Iterable[str]) -> ConfigError:
-    """The refusal of a flag, or of a key of a file."""
-    reason = ABSENT.get(name.lstrip("-").removeprefix("no-"))
-    if reason is not None:
-        return ConfigError(f"{name} is not supported: {reason}.")
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-    return ConfigError(f"there is no {name}; did you mean {nearest}?")
-
-
-def _from_file(parser: Parser, path: str) -> dict[str, Any]:
-    """The fields that a YAML file sets, by name: its keys are flags."""
-    try:
-        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-        raise ConfigError(f"--config={path!r} cannot be read ({reason}); give a file of YAML.") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} must be a mapping of flags to values such as 'port: 8000'.")
-    known = [flag.removeprefix("--") for flag in parser.flags if flag.startswith("--") and flag != "--config"]
-    arguments: list[str] = []
-    try:
-        for key, value in config.items():
-            name = str(key).replace("_", "-")
-            if name not in known:
-                raise _unknown(name, known)
-            arguments += _arguments(parser, name, value)
-        return _given(parser, arguments)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
-def _arguments(parser: Parser, name: str, value: Any) -> list[str]:
-    """A key of a file and its value, as on the command line."""
-    action = parser.flags[f"--{name}"]
-    if action.nargs == 0:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r} must be true or false.")
-        opposite = [f"--no-{name}"] if f"--no-{name}" in parser.flags else []
-        return [f"--{name}"] if value else opposite
-    is_list = isinstance(value, list) and isinstance(parser.defaults[action.dest], tuple)
-    texts = []
-    for item in value if is_list else [value]:
-        if isinstance(item, Mapping) and action.type is json_object:
-            texts.append(json.dumps(item, default=str))
-        elif isinstance(item, str) or (isinstance(action.type, Number) and type(item) in (int, float)):
-            texts.append(str(item))
-        else:
-            found = "empty" if item is None else f"of type {type(item).__name__}"  # its value may be a secret
-            takes = action.metavar or " | ".join(action.choices or ())
-            raise ConfigError(f"{name} is {found}, but takes {takes}; put text in quotes, or leave the key out.")
-    return [f"--{name}={text}" for text in texts]
-
-
-def _build(given: dict[str, Any]) -> ServeArgs:
-    """The fields that were given, and the defaults of the others.
-
-    Raises:
-        ConfigError: they cannot go together.
-    """
-    _check(given)
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    serve, engine, limits = (
-        {f.name: given[f.name] for f in fields(part) if f.name in given} for part in _parts(ServeArgs())
+    model: str | None = option(
+        None,
+        MODEL_NAME,
+        "folder or Hugging Face Hub id of a Qwen3 or Llama model, or smollm2, which scripts/get_smollm2.py fetches",
+        unit="MODEL",
+        unset="the embedded pair",
+        server_group=MODEL,
+        server_names=("--model", "--model-path"),
+        must_agree=True,
+        server_flags=(
+            Flag(
+                ("model",),
+                "another way to give --model",
+                unset="the embedded pair",
+                arguments={**Text().strict_flag(), "nargs": "?", "metavar": "MODEL"},
+            ),
+        ),
     )
-    if "model" in serve:
-        serve = {"served_model_name": (serve["model"],)} | serve
-    return ServeArgs(**serve, engine=replace(SERVER_ENGINE, **engine), limits=Limits(**limits))
+    draft_model: str | None = option(
+        None,
+        MODEL_NAME,
+        "folder or Hugging Face Hub id of the model's DFlash drafter",
+        unit="MODEL",
+        unset="the one that ships for the model, or none: one token a pass",
+        server_group=SPECULATION,
+        server_names=("--draft-model", "--spec-model", "--speculative-draft-model-path"),
+        must_agree=True,
+        speculative_key="model",
+    )
+    spec_method: str | None = option(
+        None,
+        Choice(("dflash",), or_none=True),
+        "method of speculation; only dflash is supported",
+        compare=False,
+        unit="dflash",
+        unset="dflash, if there is a drafter",
+        server_group=SPECULATION,
+        server_names=("--spec-method", "--speculative-algorithm"),
+        server_arguments={"type": values.dflash, "choices": None},
+        must_agree=True,
+        speculative_key="method",
+    )
+    engine: EngineArgs = SERVER_ENGINE
+    served_model_name: tuple[str, ...] = option(
+        (EMBEDDED_NAME,),
+        Text(),
+        "names of the model in requests; answers have the first",
+        unit="NAME",
+        unset=f"the model as given, {EMBEDDED_NAME} for the embedded pair",
+        server_group=MODEL,
+        server_arguments={"action": "extend"},
+        nargs="+",
+    )
+    generation_config: str = option(
+        "auto",
+        Read(values.generation_config),
+        "whose generation_config.json gives the sampling defaults: the model's (auto), nobody's (vllm) or a folder's",
+        unit="auto|vllm|FOLDER",
+        server_group=MODEL,
+    )
+    override_generation_config: dict[str, Any] = field(
+        default_factory=dict,
+        metadata=described(
+            Read(values.json_object),
+            "sampling defaults that come before those of generation_config.json",
+            unit="JSON",
+            server_group=MODEL,
+        ),
+    )
+    chat_template: str | None = option(
+        None,
+        Read(values.template, or_none=True),
+        "Jinja chat template: a file, or the template itself",
+        unit="FILE|TEXT",
+        unset="the model's",
+        server_group=MODEL,
+    )
+    default_chat_template_kwargs: dict[str, Any] = field(
+        default_factory=dict,
+        metadata=described(
+            Read(values.json_object),
+            'variables of the chat template, where a request gives none, such as {"enable_thinking": false}',
+            unit="JSON",
+            server_group=MODEL,
+        ),
+    )
+    host: str = option(
+        "127.0.0.1",
+        Text(),
+        "address to listen on; 0.0.0.0 is every IPv4 address of the machine",
+        unit="ADDRESS",
+        server_group=SERVER,
+    )
+    port: int = option(
+        8000, Number(0, 65535), "TCP port to listen on; 0 takes a free one", unit="PORT", server_group=SERVER
+    )
+    uds: str | None = option(
+        None,
+        Read(values.socket_path, or_none=True),
+        "Unix socket to listen on instead of a TCP port",
+        unit="PATH",
+        server_group=SERVER,
+    )
+    root_path: str = option(
+        "",
+        Read(values.root_path),
+        "path that a proxy in front strips from URLs, such as /llm",
+        unit="PATH",
+        server_group=SERVER,
+        server_names=("--root-path", "--fastapi-root-path"),
+    )
+    shutdown_timeout: float = option(
+        30.0,
+        SECONDS_OR_ZERO,
+        "seconds that running requests have to end after SIGTERM; 0 aborts them at once",
+        unit="SECONDS",
+        server_group=SERVER,
+    )
+    restart_engine: bool = option(
+        False, Switch(), "start the engine process again after it has died", server_group=SERVER
+    )
+    enable_docs: bool = option(
+        True,
+        Switch("store_false"),
+        "leave out the OpenAPI schema and its pages",
+        unset="they are served",
+        server_group=SERVER,
+        server_names=("--disable-fastapi-docs",),
+    )
+    api_keys: tuple[str, ...] = option(
+        (),
+        Read(values.api_key),
+        "key that requests must bring; may be repeated, and each key is accepted",
+        repr=False,
+        unit="KEY",
+        unset="none: open to all",
+        server_group=SECURITY,
+        server_names=("--api-key",),
+        server_arguments={"action": "append"},
+        server_flags=(
+            Flag(
+                ("--api-key-file",),
+                "file of such keys, one a line; blank lines and # comments are skipped",
+                unset="none",
+                arguments={"type": values.api_keys, "action": "extend", "metavar": "FILE"},
+            ),
+        ),
+    )
+    ssl_certfile: str | None = option(
+        None,
+        PEM,
+        "PEM file of the server's certificate, and of its key unless --ssl-keyfile is given",
+        unit="FILE",
+        unset="none: plain HTTP",
+        server_group=SECURITY,
+    )
+    ssl_keyfile: str | None = option(None, PEM, "PEM file of the certificate's key", unit="FILE", server_group=SECURITY)
+    ssl_ca_certs: str | None = option(
+        None,
+        PEM,
+        "PEM file of the authorities whose client certificates are trusted",
+        unit="FILE",
+        server_group=SECURITY,
+    )
+    ssl_cert_reqs: int = option(
+        0,
+        Number(0, 2),
+        "client certificates: 0 asks for none, 1 accepts them, 2 requires them",
+        unit="0|1|2",
+        server_group=SECURITY,
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        Read(values.names),
+        "origin of pages that browsers may call from, or a JSON list; may be repeated, * is any; turns CORS on",
+        unit="ORIGIN",
+        server_group=SECURITY,
+        server_arguments={"action": "extend"},
+    )
+    allowed_methods: tuple[str, ...] = option(
+        ("*",),
+        Read(values.names),
+        "HTTP method that such pages may use, or a JSON list; may be repeated",
+        unit="METHOD",
+        server_group=SECURITY,
+        server_arguments={"action": "extend"},
+    )
+    allowed_headers: tuple[str, ...] = option(
+        ("*",),
+        Read(values.names),
+        "HTTP header that such pages may send, or a JSON list; may be repeated",
+        unit="HEADER",
+        server_group=SECURITY,
+        server_arguments={"action": "extend"},
+    )
+    allow_credentials: bool = option(
+        False, Switch(), "let such pages send cookies and HTTP authentication", server_group=SECURITY
+    )
+    limits: Limits = Limits()
+    reasoning_parser: str | None = option(
+        None,
+        Choice(REASONING_PARSERS, read=values.parser_name, or_none=True),
+        "takes reasoning out of the content; qwen3-thinking is another name of qwen3",
+        unset="none: reasoning stays in the content",
+        server_group=ANSWERS,
+    )
+    tool_call_parser: str | None = option(
+        None,
+        Choice(TOOL_PARSERS, read=values.parser_name, or_none=True),
+        "takes tool calls out of the content; qwen and qwen25 are other names of hermes",
+        unset="none: calls stay in the content",
+        server_group=ANSWERS,
+    )
+    enable_auto_tool_choice: bool = option(
+        False, Switch(), "let the model choose to call tools; needs --tool-call-parser", server_group=ANSWERS
+    )
+    stream_interval: int = option(
+        1, COUNT, "least tokens of a chunk of a stream, except for the last", unit="TOKENS", server_group=ANSWERS
+    )
+    sse_keep_alive_interval: float = option(
+        15.0,
+        SECONDS_OR_ZERO,
+        "seconds without news after which a stream gets a comment, which keeps proxies from closing it; 0 sends none",
+        unit="SECONDS",
+        server_group=ANSWERS,
+    )
+    enable_request_id_headers: bool = option(
+        False, Switch(), "answer with the header X-Request-Id", server_group=ANSWERS
+    )
+    enable_prompt_tokens_details: bool = option(
+        False,
+        Switch(),
+        "say in usage how many tokens of a prompt were cached",
+        server_group=ANSWERS,
+        server_names=("--enable-prompt-tokens-details", "--enable-cache-report"),
+    )
+    enable_force_include_usage: bool = option(
+        False, Switch(), "send usage in streams that did not ask for it", server_group=ANSWERS
+    )
+    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = option(
+        "summary",
+        Choice(("none", "summary", "detailed")),
+        "what answers say of their speculation; detailed has every round",
+        server_group=ANSWERS,
+    )
+    log_level: str = option(
+        "info",
+        Choice(("debug", "info", "warning", "error", "critical")),
+        "lowest level that is logged",
+        server_group=LOGGING,
+    )
+    enable_log_requests: bool = option(
+        False,
+        Switch(),
+        "log each request as it comes",
+        server_group=LOGGING,
+        server_names=("--enable-log-requests", "--log-requests"),
+    )
+    max_log_len: int | None = option(
+        None,
+        Number(0, or_none=True),
+        "most characters, or token ids, of a prompt that are logged; none logs all",
+        unit="N",
+        server_group=LOGGING,
+    )
+    disable_log_stats: bool = option(False, Switch(), "log no throughput and no acceptance", server_group=LOGGING)
+    log_stats_interval: float = option(
+        10.0,
+        SECONDS,
+        "seconds between the lines that log throughput and acceptance",
+        unit="SECONDS",
+        server_group=LOGGING,
+    )
+    metrics_prefix: str = option(
+        "dflash_jax:",
+        Read(values.metrics_prefix),
+        "what names of /metrics begin with; vllm: suits vLLM's dashboards",
+        unit="PREFIX",
+        server_group=LOGGING,
+    )
+    profile_dir: str | None = option(
+        None,
+        Read(values.folder, or_none=True),
+        "folder for the traces of /start_profile",
+        unit="FOLDER",
+        unset="none: no profiling",
+        server_group=LOGGING,
+    )
 
 
-def _check(given: Mapping[str, Any]) -> None:
-    """Refuse what cannot go together."""
-    used = {name for name, value in given.items() if value}
-    for name, needed, reason in NEEDS:
-        if name in used and needed not in used:
-            raise ConfigError(f"{_flag(name)} needs {_flag(needed)}, {reason}; give both or neither.")
-    if "allow_credentials" in used and "*" in given["allowed_origins"]:
-        raise ConfigError("--allow-credentials does not go with --allowed-origins=*; name the origins.")
-    if "uds" in used and {"host", "port"} & given.keys():
-        raise ConfigError("--uds does not go with --host or --port; keep the one or the others.")
-    drafts = sorted({"spec_method", "num_speculative_tokens", "draft_kv_cache_dtype", "draft_quantization"} & used)
-    if drafts and "model" in used and "draft_model" not in used and alias_drafter(given["model"]) is None:
-        raise ConfigError(f"{_flag(drafts[0])} needs a drafter; give --draft-model, or leave it out.")
-
-
-def _flag(name: str) -> str:
-    """The flag that sets a field."""
-    return "--" + name.replace("_", "-")
+PARTS = (ServeArgs, EngineArgs, Limits)

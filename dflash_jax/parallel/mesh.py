@@ -60,9 +60,14 @@ class Mesh:
         return self.devices.size
 
     @property
+    def platform(self) -> str:
+        """JAX's name of the kind of the devices: "cpu", "gpu" or "tpu"."""
+        return str(self.devices.devices.flat[0].platform)
+
+    @property
     def is_accelerator(self) -> bool:
         """Whether the devices are GPUs or TPUs."""
-        return self.devices.devices.flat[0].platform != "cpu"
+        return self.platform != "cpu"
 
     @property
     def is_cpu(self) -> bool:

@@ -17,7 +17,9 @@ import uvicorn
 
 from dflash_jax.base.errors import ConfigError, DFlashError
 from dflash_jax.base.values import SamplingParams
-from dflash_jax.options.serve_args import ServeArgs, parse_args
+from dflash_jax.options.engine_args import EngineArgs
+from dflash_jax.options.serve_args import ServeArgs
+from dflash_jax.options.serve_command import parse_args
 from dflash_jax.serve.answers.metrics import Metrics
 from dflash_jax.serve.answers.server_state import ServerState, sampling_defaults
 from dflash_jax.serve.app import create_app
@@ -26,7 +28,7 @@ from dflash_jax.serve.engine_link.link_messages import Start
 from dflash_jax.serve.http.http_protocol import bounded_protocol
 from dflash_jax.spec import read_json
 from dflash_jax.text.renderer import GENERATION_FIELDS, Renderer
-from dflash_jax.weights.folder import resolve_folders
+from dflash_jax.weights.folder import alias_drafter, resolve_folders
 
 LAST_WORDS = 1.0  # seconds that clients have to read how their requests have ended
 LOG_FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
@@ -73,6 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse_args(arguments)
     logging.basicConfig(level=args.log_level.upper(), format=LOG_FORMAT)
     try:
+        check_drafter(args)
         listener = listen(args)
         allow_open_files()
         state = make_state(args)
@@ -92,6 +95,22 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {failure.message}", file=sys.stderr)
         return 2
     return 0
+
+
+def check_drafter(args: ServeArgs) -> None:
+    """Refuse options of speculation for a model without a drafter, before the model may have to be downloaded.
+
+    Raises:
+        ConfigError: such an option is given, and there is no drafter.
+    """
+    if args.model is None or args.draft_model is not None or alias_drafter(args.model) is not None:
+        return
+    values = {**vars(args), **vars(args.engine)}
+    defaults = {**vars(ServeArgs()), **vars(EngineArgs())}
+    for name in ("spec_method", "num_speculative_tokens", "draft_kv_cache_dtype", "draft_quantization"):
+        if values[name] != defaults[name]:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} needs a drafter; give --draft-model, or leave it out.")
 
 
 def allow_open_files() -> None:

@@ -1,47 +1,33 @@
-"""The options of `python -m dflash_jax.train`, and what it does."""
+"""The command line of `python -m dflash_jax.train`."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
-import re
 import sys
-from dataclasses import MISSING, fields
+from contextlib import suppress
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from dflash_jax.base.errors import ConfigError, DFlashError
-from dflash_jax.train.config import TrainConfig, option_kinds, options_of
+from dflash_jax.options.flags import add_preset_options
+from dflash_jax.options.option import default_of, flag_of, options_of, unknown_option
+from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.loop import train
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """A flag for each field of `TrainConfig`, and `--config`; what is not given stays away from the result."""
+    """A parser with `--config` and a flag for each option; it returns only the flags that were given."""
     parser = argparse.ArgumentParser(
         prog="python -m dflash_jax.train",
         description="Train a DFlash drafter for a target.",
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--config", type=Path, help="preset: a YAML file of these options; flags come before it")
-    helps, kinds = _attribute_docs(), option_kinds()
-    for field in fields(TrainConfig):
-        default = "" if field.default is MISSING or field.default is None else f" (default: {field.default})"
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=kinds[field.name].type,
-            nargs="+" if kinds[field.name].is_list else None,
-            help=(helps[field.name] + default).replace("%", "%%"),
-        )
+    parser.add_argument("--config", type=Path, help="preset: a YAML file of these options; flags win over it")
+    add_preset_options(parser, TrainConfig)
     return parser
-
-
-def _attribute_docs() -> dict[str, str]:
-    """The help of each flag: what the docstring of `TrainConfig` says of the field."""
-    text = inspect.getdoc(TrainConfig) or ""
-    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE)
-    return {name: " ".join(words.split()) for name, words in entries}
 
 
 def parse(arguments: list[str] | None = None) -> TrainConfig:
@@ -52,15 +38,19 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
     """
     flags = vars(build_parser().parse_args(arguments))
     path = flags.pop("config", None)
-    preset = {} if path is None else options_of(_read_preset(path), path)
-    options = preset | {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
-    missing = [name for name in ("target", "data", "out") if name not in options]
-    if missing:
-        raise ConfigError(f"--{missing[0]} is missing; give it as a flag or in the preset.")
-    return TrainConfig(**options)
+    options = ({} if path is None else _read_preset(path)) | flags
+    for name in options_of(TrainConfig):
+        if name not in options and default_of(TrainConfig, name) is MISSING:
+            raise ConfigError(f"{flag_of(name)} is missing; give it as a flag or in the preset.")
+    return TrainConfig(**{name: _typed(name, value) for name, value in options.items()})
 
 
 def _read_preset(path: Path) -> dict[str, Any]:
+    """The options of a YAML file, by field.
+
+    Raises:
+        ConfigError: the file cannot be read, or one of its options is unknown.
+    """
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -68,11 +58,33 @@ def _read_preset(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config={str(path)!r} cannot be read ({reason}); give a file of YAML.") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"--config={str(path)!r} holds no options; give a YAML file of 'option: value' lines.")
-    return raw
+    options = {str(name).replace("-", "_"): value for name, value in raw.items()}
+    known = options_of(TrainConfig)
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{path}: {unknown_option(name, known)}")
+    return options
+
+
+def _typed(name: str, value: Any) -> Any:
+    """The value of a flag or of a preset as `TrainConfig` has it: lists as tuples, numbers as numbers.
+
+    PyYAML reads some numbers, such as 1e-3, as text. A text that is no number stays, and `TrainConfig` refuses it.
+    """
+    about = options_of(TrainConfig)[name]
+    read = about.kind.plain_flag()["type"]
+    if isinstance(value, list):
+        return tuple(value)
+    if about.nargs and value is not None:
+        return (value,)
+    if read in (int, float) and isinstance(value, str):
+        with suppress(ValueError):
+            return read(value)
+    return value
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run; returns the exit status."""
+    """Run the command; returns its exit status: 0, or 1 after printing an error."""
     try:
         print(train(parse(arguments)))
     except DFlashError as error:

@@ -1,131 +1,153 @@
-"""What decides a training run: read from flags and from a preset in `configs/train/`, kept beside the checkpoints."""
+"""The options of a training run: read from flags and a preset in `configs/train/`, kept with the checkpoints."""
 
 from __future__ import annotations
 
-import contextlib
-import math
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from dflash_jax.base.errors import ConfigError
+from dflash_jax.options.kinds import Choice, Number, Text
+from dflash_jax.options.option import check_options, described, documented, option
 from dflash_jax.spec import DraftConfig, TargetConfig
 from dflash_jax.spec.draft import default_target_layer_ids, draft_config
-from dflash_jax.train.objective import Loss
 
 MASK_TOKENS = ("<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
-# Changing these changes neither what has been trained so far nor what is kept out of training.
+# Options that a run may change when it goes on: they change neither what was trained nor what is held out of training.
 FREE = ("eval_every", "eval_max_tokens", "save_every", "log_every", "data_parallel_size", "stop_at", "minutes")
 
+LAYER_TYPES = ("full_attention", "sliding_attention")
+SIZE, SIZE_OR_NONE, COUNT, COUNT_OR_NONE = Number(1), Number(1, or_none=True), Number(0), Number(0, or_none=True)
+SHARE, POSITIVE = Number(0, 1, is_whole=False), Number(0, is_whole=False, is_open=True)
 
+
+@documented
 @dataclass(frozen=True)
 class TrainConfig:
-    """Options of `python -m dflash_jax.train`; defaults are the recipe of arXiv 2602.06036, section 5 and A.1.
+    """Options of `python -m dflash_jax.train`; defaults are the recipe of arXiv 2602.06036, section 5 and A.1."""
 
-    Attributes:
-        target: folder or Hugging Face Hub id of the target.
-        data: folders of `dflash_jax.train.data`, or JSONL files.
-        out: where the drafter is written; checkpoints and logs lie in `training/` there.
-        draft_model: a drafter to go on from; its configuration then comes from it.
-        num_hidden_layers: of the drafter.
-        layer_types: "full_attention" or "sliding_attention" of each; None lets the last be full and the others slide.
-        sliding_window: W of sliding layers, tokens.
-        block_size: G.
-        target_layer_ids: taps; None spreads as many as the drafter has layers.
-        mask_token_id: None takes the tokenizer's mask token, or else the last row of the embedding.
-        intermediate_size: F; None takes the target's, as the other sizes.
-        loss: "decay" (fixed weights of positions) or "dpace" (weights by confidence).
-        gamma: of "decay"; None takes 7, 5 and 4 for blocks of 16, 10 and 8.
-        dpace_alpha: of "dpace".
-        num_anchors: blocks in a sequence of max_length tokens, fewer in shorter ones; redrawn each epoch.
-        max_length: tokens of a sequence; longer ones are cut.
-        batch_tokens: tokens of a step, padding included.
-        epochs: passes over the data.
-        minutes: train so long instead, loading and compilation included; the learning rate then falls with time.
-        optimizer: "adamw", or "muon", which learns more from each step.
-        learning_rate: at its height.
-        min_learning_rate: at the end, as a share of the height.
-        warmup_ratio: share of the steps.
-        weight_decay: of matrices.
-        max_grad_norm: bound on the gradient's norm.
-        dtype: to compute in; weights and optimizer are float32.
-        feature_cache: folder to keep target features in; None computes them in every step.
-        data_parallel_size: devices that split the batch.
-        tensor_parallel_size: devices that split each weight.
-        seed: of initial weights, order of the data and anchors.
-        stop_at: steps after which to stop as if interrupted; None runs to the end.
-        log_every: steps between lines of the log.
-        save_every: steps between checkpoints.
-        eval_every: steps between measurements of the acceptance length by the engine; 0 measures at the end only.
-        eval_samples: samples held out of training for that; 0 measures nothing, None takes a tenth of the data, at most
-            64.
-        eval_max_tokens: tokens generated for each.
-    """
-
-    target: str
-    data: tuple[str, ...]
-    out: str
-    draft_model: str | None = None
-    num_hidden_layers: int = 5
-    layer_types: tuple[str, ...] | None = None
-    sliding_window: int = 2048
-    block_size: int = 16
-    target_layer_ids: tuple[int, ...] | None = None
-    mask_token_id: int | None = None
-    intermediate_size: int | None = None
-    loss: Loss = "decay"
-    gamma: float | None = None
-    dpace_alpha: float = 0.5
-    num_anchors: int = 512
-    max_length: int = 3072
-    batch_tokens: int = 3072 * 4
-    epochs: int = 6
-    minutes: float | None = None
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = 6e-4
-    min_learning_rate: float = 0.0
-    warmup_ratio: float = 0.04
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    dtype: str = "bfloat16"
-    feature_cache: str | None = None
-    data_parallel_size: int = 1
-    tensor_parallel_size: int = 1
-    seed: int = 0
-    stop_at: int | None = None
-    log_every: int = 10
-    save_every: int = 500
-    eval_every: int = 500
-    eval_samples: int | None = None
-    eval_max_tokens: int = 128
+    target: str = field(metadata=described(Text(), "folder or Hugging Face Hub id of the target", unit="MODEL"))
+    data: tuple[str, ...] = field(
+        metadata=described(
+            Text(), "folders made by dflash_jax.train.data, or JSONL files", unit="FOLDER|FILE", nargs="+"
+        )
+    )
+    out: str = field(
+        metadata=described(
+            Text(), "folder of the drafter; checkpoints and logs are written to training/ there", unit="FOLDER"
+        )
+    )
+    draft_model: str | None = option(
+        None, Text(or_none=True), "drafter to go on from, whose configuration the new one then has", unit="MODEL"
+    )
+    num_hidden_layers: int = option(5, SIZE, "layers of the drafter", unit="LAYERS")
+    layer_types: tuple[str, ...] | None = option(
+        None,
+        Choice(LAYER_TYPES, or_none=True),
+        "full_attention or sliding_attention, for each layer of the drafter",
+        unit="TYPE",
+        unset="the last is full, the others slide",
+        nargs="+",
+    )
+    sliding_window: int = option(2048, SIZE, "W, the window of sliding layers", unit="TOKENS")
+    block_size: int = option(16, SIZE, "G, the tokens of a block: anchor and drafts", unit="TOKENS")
+    target_layer_ids: tuple[int, ...] | None = option(
+        None,
+        Number(or_none=True),
+        "target layers whose features the drafter reads (its capture layers)",
+        unit="LAYER",
+        unset="as many as the drafter has layers, spread evenly",
+        nargs="+",
+    )
+    mask_token_id: int | None = option(
+        None,
+        Number(0, or_none=True),
+        "token that stands for a position to draft",
+        unit="ID",
+        unset="the tokenizer's mask token, or else the last row of the embedding",
+    )
+    intermediate_size: int | None = option(
+        None, SIZE_OR_NONE, "F, the width of the drafter's MLP", unit="WIDTH", unset="the target's, as other sizes are"
+    )
+    loss: Literal["decay", "dpace"] = option(
+        "decay",
+        Choice(("decay", "dpace")),
+        "decay weighs positions by a fixed curve, dpace by the drafter's confidence",
+        unit="decay|dpace",
+    )
+    gamma: float | None = option(
+        None,
+        Number(0, is_whole=False, is_open=True, or_none=True),
+        "decay of the loss decay, in positions",
+        unit="GAMMA",
+        unset="7, 5 and 4 for blocks of 16, 10 and 8",
+    )
+    dpace_alpha: float = option(0.5, SHARE, "alpha of the loss dpace", unit="ALPHA")
+    num_anchors: int = option(
+        512,
+        SIZE,
+        "blocks in a sequence of max_length tokens, fewer in shorter ones; drawn anew in each epoch",
+        unit="BLOCKS",
+    )
+    max_length: int = option(3072, SIZE, "most tokens of a sequence; longer ones are cut", unit="TOKENS")
+    batch_tokens: int = option(3072 * 4, SIZE, "tokens of a step, padding included", unit="TOKENS")
+    epochs: int = option(6, SIZE, "passes over the data", unit="N")
+    minutes: float | None = option(
+        None,
+        Number(0, is_whole=False, is_open=True, or_none=True),
+        "train for this long, loading and compilation included, not for epochs; the learning rate then falls with time",
+        unit="MINUTES",
+    )
+    optimizer: Literal["adamw", "muon"] = option(
+        "adamw", Choice(("adamw", "muon")), "adamw, or muon, which learns more from each step", unit="adamw|muon"
+    )
+    learning_rate: float = option(6e-4, POSITIVE, "highest learning rate", unit="RATE")
+    min_learning_rate: float = option(0.0, SHARE, "learning rate at the end, as a share of the highest", unit="SHARE")
+    warmup_ratio: float = option(0.04, SHARE, "share of the steps in which the learning rate rises", unit="SHARE")
+    weight_decay: float = option(0.0, Number(0, is_whole=False), "weight decay of matrices", unit="RATE")
+    max_grad_norm: float = option(1.0, POSITIVE, "bound on the gradient's norm", unit="NORM")
+    dtype: str = option(
+        "bfloat16",
+        Choice(("float32", "bfloat16")),
+        "type to compute in; weights and optimizer are float32",
+        unit="float32|bfloat16",
+    )
+    feature_cache: str | None = option(
+        None,
+        Text(or_none=True),
+        "folder that keeps the target's features",
+        unit="FOLDER",
+        unset="none: they are computed in every step",
+    )
+    data_parallel_size: int = option(1, SIZE, "devices that split the batch", unit="DEVICES")
+    tensor_parallel_size: int = option(1, SIZE, "devices that split each weight", unit="DEVICES")
+    seed: int = option(0, COUNT, "seed of initial weights, anchors and the order of the data", unit="N")
+    stop_at: int | None = option(
+        None, COUNT_OR_NONE, "steps after which to stop as if interrupted", unit="STEPS", unset="none: run to the end"
+    )
+    log_every: int = option(10, SIZE, "steps between lines of the log", unit="STEPS")
+    save_every: int = option(500, SIZE, "steps between checkpoints", unit="STEPS")
+    eval_every: int = option(
+        500,
+        COUNT,
+        "steps between measurements of the acceptance length by the engine; 0 measures only at the end",
+        unit="STEPS",
+    )
+    eval_samples: int | None = option(
+        None,
+        COUNT_OR_NONE,
+        "samples held out of training for these measurements; 0 measures nothing",
+        unit="SAMPLES",
+        unset="a tenth of the data, at most 64",
+    )
+    eval_max_tokens: int = option(128, SIZE, "most tokens generated for each of these samples", unit="TOKENS")
 
     def __post_init__(self) -> None:
         """Check what needs no file.
 
         Raises:
-            ConfigError: a value is impossible.
+            ConfigError: a value is impossible, or two do not go together.
         """
-        positive = (
-            "num_hidden_layers sliding_window num_anchors max_length batch_tokens epochs learning_rate max_grad_norm "
-            "data_parallel_size tensor_parallel_size log_every save_every eval_max_tokens"
-        )
-        for name in (*positive.split(), *(["minutes"] if self.minutes is not None else [])):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be positive.")
-        for name in ("weight_decay", "eval_every", "eval_samples", "seed"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigError(f"{name}={value} must be at least 0.")
-        for name in ("min_learning_rate", "warmup_ratio", "dpace_alpha"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must lie between 0 and 1.")
-        if self.loss not in ("decay", "dpace"):
-            raise ConfigError(f"loss={self.loss!r} is unknown; use 'decay' or 'dpace'.")
-        if self.optimizer not in ("adamw", "muon"):
-            raise ConfigError(f"optimizer={self.optimizer!r} is unknown; use 'adamw' or 'muon'.")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"dtype={self.dtype!r} is unknown; use 'float32' or 'bfloat16'.")
+        check_options(self)
         if not self.data:
             raise ConfigError("data names nothing to train on; give a folder of python -m dflash_jax.train.data.")
         if self.max_length < 2 * self.block_size:
@@ -141,20 +163,20 @@ class TrainConfig:
 
     @property
     def decay(self) -> float:
-        """Gamma, with the paper's values as defaults."""
+        """`gamma`, or the paper's value for the block size."""
         return self.gamma if self.gamma is not None else {8: 4.0, 10: 5.0}.get(self.block_size, 7.0)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a run that goes on must have in common with the run that began."""
+        """The options that a run must keep when it goes on."""
         return {name: value for name, value in asdict(self).items() if name not in FREE and name != "out"}
 
 
 def draft_config_of(config: TrainConfig, target: TargetConfig, mask_token_id: int) -> DraftConfig:
-    """The drafter that a run asks for: the target's sizes, with plain RoPE and norms of queries and keys.
+    """The configuration of a new drafter: the target's sizes, plain RoPE, and norms of queries and keys.
 
     Raises:
-        ConfigError: layer types or taps do not fit.
+        ConfigError: layer types or capture layers do not fit.
     """
     layers = config.num_hidden_layers
     types = config.layer_types or ("sliding_attention",) * (layers - 1) + ("full_attention",)
@@ -179,70 +201,3 @@ def draft_config_of(config: TrainConfig, target: TargetConfig, mask_token_id: in
         "dtype": "bfloat16",
     }
     return draft_config(raw, "the drafter asked for")
-
-
-def options_of(raw: dict[str, Any], where: str | Path) -> dict[str, Any]:
-    """Options of a preset, by name, in the types of `TrainConfig`; lists become tuples.
-
-    Args:
-        raw: the preset; names may have hyphens in place of underscores.
-        where: names the preset in errors.
-
-    Raises:
-        ConfigError: an option is unknown, or its value is of another type.
-    """
-    known = option_kinds()
-    options = {str(name).replace("-", "_"): value for name, value in raw.items()}
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"{where}: there is no option {name!r}; known are {', '.join(sorted(known))}.")
-    return {name: _converted(known[name], value, f"{where}: {name}={value!r}") for name, value in options.items()}
-
-
-def option_kinds() -> dict[str, OptionKind]:
-    """The kind of each option, by name."""
-    return {name: OptionKind.of(hint) for name, hint in get_type_hints(TrainConfig).items()}
-
-
-class OptionKind(NamedTuple):
-    """What an option holds.
-
-    Attributes:
-        type: `int`, `float` or `str`; of a list, of its elements.
-        is_list: whether it holds several.
-        is_optional: whether it may be None.
-    """
-
-    type: type
-    is_list: bool
-    is_optional: bool
-
-    @staticmethod
-    def of(hint: Any) -> OptionKind:
-        """The kind that a type annotation of `TrainConfig` says."""
-        is_optional = get_origin(hint) in (Union, UnionType)
-        kind = next(part for part in get_args(hint) if part is not NoneType) if is_optional else hint
-        is_list = get_origin(kind) is tuple
-        element = get_args(kind)[0] if is_list else kind
-        return OptionKind(str if get_origin(element) is Literal else element, is_list, is_optional)
-
-
-def _converted(kind: OptionKind, value: Any, what: str) -> Any:
-    """A value of a YAML file as its option holds it; YAML reads `1e-3`, which has no dot, as a string.
-
-    Raises:
-        ConfigError: it is of another type.
-    """
-    if value is None and kind.is_optional:
-        return None
-    if kind.is_list:
-        element = kind._replace(is_list=False, is_optional=False)
-        return tuple(_converted(element, item, what) for item in (value if isinstance(value, list) else [value]))
-    if kind.type is float:
-        with contextlib.suppress(TypeError, ValueError):
-            if not isinstance(value, bool) and math.isfinite(number := float(value)):
-                return number
-    elif isinstance(value, kind.type) and not isinstance(value, bool):
-        return value
-    names = {int: "an integer", float: "a number", str: "a text"}
-    raise ConfigError(f"{what} must be {names[kind.type]}; correct the value.")

@@ -21,7 +21,7 @@ from dflash_jax.bench.round_models import PRESETS, configs_of, drafter_of, rando
 from dflash_jax.engine.device.model import Model
 from dflash_jax.engine.engine import Engine
 from dflash_jax.options import EngineArgs, EngineConfig
-from dflash_jax.options.serve_args import parse_args
+from dflash_jax.options.serve_command import parse_args
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.weights.tables import checkpoint_shape, checkpoint_table
 from tests.phases import lines, phases

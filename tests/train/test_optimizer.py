@@ -90,5 +90,5 @@ def test_matrices_alone_decay(optimizer):
 
 
 def test_an_unknown_optimizer_is_refused():
-    with pytest.raises(ConfigError, match="optimizer='sgd' is unknown; use 'adamw' or 'muon'"):
+    with pytest.raises(ConfigError, match="optimizer='sgd' is unknown; choose one of adamw, muon"):
         TrainConfig(target="t", data=("d",), out="o", optimizer="sgd")

@@ -112,7 +112,7 @@ class ModelRunner:
                 donated,
                 arguments.positional,
                 arguments.static,
-                steps.compiler_options(self.spec.mesh.devices.flat[0].platform),
+                steps.compiler_options(self.spec.mesh.platform),
             )
             self._programs[shape] = self._store.find(program)
         return self._programs[shape]

@@ -12,7 +12,7 @@ from typing import Any
 
 from dflash_jax.base.errors import DFlashError
 from dflash_jax.loading import find_models, load_llm
-from dflash_jax.options.flags import add_engine_arguments
+from dflash_jax.options.flags import HelpFormatter, add_engine_arguments
 from dflash_jax.progress import phase
 from dflash_jax.train.data.folder import DataFolder
 from dflash_jax.train.data.options import DataOptions
@@ -27,7 +27,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m dflash_jax.train.data",
         description="Have a target answer prompts, as training data for its drafter. The same command resumes.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     # Pages of past prompts would make a run that is resumed differ from one that never stopped.
     add_engine_arguments(parser, without=("enable_prefix_caching",), max_num_seqs=MOST_SEQUENCES, compile_at_start=None)

@@ -1,12 +1,12 @@
-"""What the tests of the command line share."""
+"""Helpers of the tests of the server's command line."""
 
 from dataclasses import fields
 
 import pytest
 
 from dflash_jax.options import EngineArgs
-from dflash_jax.options.serve_args import Limits, ServeArgs, parse_args
-from dflash_jax.options.serve_flags import build_parser
+from dflash_jax.options.serve_args import Limits, ServeArgs
+from dflash_jax.options.serve_command import parse_args
 
 SPEC = (
     '{"method": "dflash", "model": "d", "num_speculative_tokens": 15, "kv_cache_dtype": "fp8", "quantization": "fp8"}'
@@ -14,10 +14,6 @@ SPEC = (
 PARTS = {f.name: part for part in (ServeArgs, EngineArgs, Limits) for f in fields(part)}
 TLS = ["--ssl-certfile", "cert.pem"]
 CORS = ["--allowed-origins", "https://a"]
-
-
-def parser():
-    return build_parser(dict.fromkeys([*PARTS, "spec_method", "config"]))
 
 
 def value(args: ServeArgs, name: str):

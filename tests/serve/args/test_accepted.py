@@ -6,9 +6,10 @@ from dataclasses import fields
 import pytest
 
 from dflash_jax.options import EngineArgs
-from dflash_jax.options.serve_args import SERVER_ENGINE, Limits, ServeArgs, parse_args
-from dflash_jax.options.serve_flags import GROUPS
-from tests.serve.args.common import CORS, PARTS, SPEC, TLS, listed, parser, value
+from dflash_jax.options.serve_args import GROUPS, SERVER_ENGINE, Limits, ServeArgs
+from dflash_jax.options.serve_command import parse_args
+from dflash_jax.options.serve_flags import build_parser
+from tests.serve.args.common import CORS, PARTS, SPEC, TLS, listed, value
 
 # arguments, the field, its value
 ACCEPTED = [
@@ -43,6 +44,7 @@ ACCEPTED = [
     ("--speculative-num-draft-tokens 16", "num_speculative_tokens", 15),
     ("--speculative-num-draft-tokens 16 --spec-tokens 15", "num_speculative_tokens", 15),
     ("m --spec-method dflash --spec-model d", "draft_model", "d"),
+    ("--spec-method dflash", "spec_method", "dflash"),
     ("m --speculative-algorithm DFLASH --speculative-draft-model-path d", "draft_model", "d"),
     ("--draft-kv-cache-dtype fp8_e5m2", "draft_kv_cache_dtype", "fp8_e5m2"),
     ("--draft-quantization fp8", "draft_quantization", "fp8"),
@@ -146,9 +148,9 @@ ACCEPTED = [
 
 @pytest.mark.parametrize(("arguments", "name", "expected"), ACCEPTED)
 def test_accepted(arguments, name, expected):
-    found = value(parse_args(listed(arguments)), name)
-    assert found == expected
-    assert type(found) is type(expected)
+    accepted = value(parse_args(listed(arguments)), name)
+    assert accepted == expected
+    assert type(accepted) is type(expected)
 
 
 def test_every_field_can_be_set_to_something_else():
@@ -158,8 +160,8 @@ def test_every_field_can_be_set_to_something_else():
 
 
 def test_every_name_of_a_flag_is_tried():
-    given = [argument.split("=")[0].replace("_", "-") for row in ACCEPTED for argument in listed(row[0])]
-    untried = {name for name in parser().flags if name not in given and not name.startswith("--no-")}
+    tried = [argument.split("=")[0].replace("_", "-") for row in ACCEPTED for argument in listed(row[0])]
+    untried = {name for name in build_parser().flags if name not in tried and not name.startswith("--no-")}
     assert untried == {"--config"}
 
 
@@ -189,7 +191,7 @@ def test_help_tells_every_flag_with_its_default(capsys):
     words = " ".join(shown.split())
     for group in GROUPS:
         assert f"\n{group}:\n" in shown
-    for name, action in parser().flags.items():
+    for name, action in build_parser().flags.items():
         assert name in shown
         assert action.help
         assert len(action.help.split("(default:")[0].split()) >= 3, f"{name} is not explained"

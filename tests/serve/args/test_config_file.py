@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_jax.options.serve_args import parse_args
+from dflash_jax.options.serve_command import parse_args
 from tests.serve.args.common import listed, refusal, value
 from tests.serve.args.test_accepted import ACCEPTED
 

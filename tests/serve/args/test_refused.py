@@ -4,8 +4,10 @@ import os
 
 import pytest
 
-from dflash_jax.options.serve_args import ABSENT
-from tests.serve.args.common import SPEC, TLS, listed, parser, refusal
+from dflash_jax.options.absent import ABSENT
+from dflash_jax.options.serve_flags import build_parser
+from dflash_jax.serve import server
+from tests.serve.args.common import SPEC, TLS, listed, refusal
 
 # arguments, and words of the sentence
 REFUSED = [
@@ -61,10 +63,6 @@ REFUSED = [
     ("--max-stop-strings -1", ["--max-stop-strings"]),
     ("--max-logprobs 21", ["--max-logprobs", "20"]),
     ("--max-log-len -1", ["--max-log-len"]),
-    ("m --num-speculative-tokens 3", ["--num-speculative-tokens", "--draft-model"]),
-    ("m --spec-method dflash", ["--spec-method", "--draft-model"]),
-    ("m --draft-kv-cache-dtype fp8", ["--draft-kv-cache-dtype", "--draft-model"]),
-    ("m --draft-quantization fp8", ["--draft-quantization", "--draft-model"]),
     ("--draft-quantization int4", ["--draft-quantization", "'int4'", "fp8"]),
     ("--num-speculative-tokens 0", ["--num-speculative-tokens", "'0'"]),
     ("--speculative-num-draft-tokens 1", ["--speculative-num-draft-tokens", "'1'", "at least 2"]),
@@ -132,6 +130,23 @@ def test_refused(capsys, arguments, words):
         assert word in sentence
 
 
+@pytest.mark.parametrize(
+    "option", ["num-speculative-tokens 3", "spec-method dflash", "draft-kv-cache-dtype fp8", "draft-quantization fp8"]
+)
+def test_options_of_speculation_need_a_drafter(capsys, option):
+    """They are refused before the server listens or looks for the model."""
+    assert server.main(["some/model", *f"--{option}".split()]) == 2
+    flag = option.split()[0]
+    expected = f"error: --{flag} needs a drafter; give --draft-model, or leave it out.\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("flags", [["--zzz"], ["-q9"], ["--no-such-thing-at-all"]])
+def test_only_near_names_are_suggested(capsys, flags):
+    sentence = refusal(capsys, flags)
+    assert sentence == f"there is no {flags[0]}; --help lists what there is."
+
+
 @pytest.mark.parametrize("key", ["two words", "ключ"])
 def test_a_refused_key_is_not_shown(capsys, key, files):
     (files / "file").write_text(key)
@@ -148,9 +163,9 @@ def test_an_unreadable_file_is_refused(capsys, files):
 
 
 def test_absent_flags_are_absent_and_explained():
-    flags = {name.lstrip("-") for name in parser().flags}
+    flags = {name.lstrip("-") for name in build_parser().flags}
     assert not flags & ABSENT.keys()
     for reason in ABSENT.values():
         assert reason[-1] not in ".;"
         for word in reason.replace(";", "").replace(",", "").split():
-            assert not word.startswith("--") or word in parser().flags, f"advice names {word}, which is no flag"
+            assert not word.startswith("--") or word in build_parser().flags, f"advice names {word}, which is no flag"
