@@ -183,7 +183,7 @@ def test_only_weights_that_want_quantised_rows_get_them():
         if name == "fp8":
             assert isinstance(project_swiglu(rows, weight, None, one), QuantizedRows)
         else:
-            with pytest.raises(TypeError, match="multiplied by a weight in fp8; this is (a|grouped)"):
+            with pytest.raises(TypeError, match=r"multiplied by a weight in fp8; this is (a|grouped)"):
                 project_swiglu(rows, weight, None, one)
 
 

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_jax.models.layers import DecoderLayer, KVCache, rms_norm, rope_tables, run_layers
+from dflash_jax.models.layers import DecoderLayer, KVCache, run_layers
 from dflash_jax.models.projections import likeliest_product
+from dflash_jax.models.rope import rope_tables
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices, look_up
 from dflash_jax.spec import TargetConfig
 from dflash_jax.weights.formats.protocol import Weight, plain
 from dflash_jax.weights.formats.weight import logits_of
 from dflash_jax.weights.tables import declare, outer_table
-from pallas_kernels.rotary import split_heads
+from pallas_kernels.rotary import rms_norm, split_heads
 
 
 class TargetModel(nn.Module):

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from dflash_jax.base.errors import CheckpointError, ConfigError
-from dflash_jax.spec import DraftConfig, LayerMask, RopeConfig, TargetConfig
+from dflash_jax.spec import DraftConfig, LayerSpec, RopeConfig, TargetConfig
 from dflash_jax.weights.loader import Params
 from dflash_jax.weights.safetensors import INDEX_NAME, SINGLE_NAME
 from dflash_jax.weights.tables import checkpoint_tensors
@@ -192,21 +192,21 @@ def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": scaling if options else None}
 
 
-def _mask_fields(layers: tuple[LayerMask, ...]) -> dict[str, Any]:
-    """Sliding layers are causal and full layers are not, or `is_causal` says what all of them are."""
-    windows = {layer.window for layer in layers} - {None}
-    masks = {layer.mask for layer in layers}
-    is_usual = all((layer.mask == "causal") == (layer.window is not None) for layer in layers)
-    if len(windows) > 1 or not (is_usual or len(masks) == 1):
-        found = ", ".join(f"{layer.mask} {layer.window or 'full'}" for layer in layers)
+def _mask_fields(layers: tuple[LayerSpec, ...]) -> dict[str, Any]:
+    """Fields of the layers' masks: sliding layers are causal and full ones not, or `is_causal` sets all of them."""
+    masks = [layer.mixer.mask for layer in layers]
+    windows, kinds = {mask.window for mask in masks} - {None}, {mask.mask for mask in masks}
+    is_usual = all((mask.mask == "causal") == (mask.window is not None) for mask in masks)
+    if len(windows) > 1 or not (is_usual or len(kinds) == 1):
+        named = ", ".join(f"{mask.mask} {mask.window or 'full'}" for mask in masks)
         raise ConfigError(
-            f"a drafter's config.json cannot say that its layers are {found}; give all sliding layers one window, and "
+            f"a drafter's config.json cannot say that its layers are {named}; give all sliding layers one window, and "
             "either all layers one mask, or sliding layers causal and full layers block."
         )
     return {
-        "layer_types": ["full_attention" if layer.window is None else "sliding_attention" for layer in layers],
+        "layer_types": ["full_attention" if mask.window is None else "sliding_attention" for mask in masks],
         "use_sliding_window": bool(windows),
         "sliding_window": next(iter(windows), None),
-        "max_window_layers": len(layers),
-        **({} if is_usual else {"is_causal": masks == {"causal"}}),
+        "max_window_layers": len(masks),
+        **({} if is_usual else {"is_causal": kinds == {"causal"}}),
     }

@@ -10,15 +10,16 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.models.layers import ContextCache, DecoderLayer, KVCache, rms_norm, rope_tables, run_layers
+from dflash_jax.models.layers import ContextCache, DecoderLayer, KVCache, run_layers
 from dflash_jax.models.projections import likeliest_product
+from dflash_jax.models.rope import rope_tables
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.spec import DraftConfig
 from dflash_jax.weights.formats.fp8 import CONTEXT
 from dflash_jax.weights.formats.protocol import QuantizedRows, Weight
 from dflash_jax.weights.formats.weight import project
 from dflash_jax.weights.tables import declare, outer_table
-from pallas_kernels import Rotary
+from pallas_kernels.rotary import Rotary, rms_norm
 
 
 class DraftModel(nn.Module):
