@@ -91,6 +91,17 @@ def test_fp8_with_scales(tmp_path, kind):
     np.testing.assert_allclose(found, weight, atol=0.1)
 
 
+@pytest.mark.parametrize("name", [UP, "model.norm.weight"])
+def test_a_scale_that_fits_nothing_is_refused(tmp_path, name):
+    """Also for a tensor of one axis, which has no blocks."""
+    tensors = random_tensors(CONFIG, 0)
+    stored = {name: tensors[name].astype(ml_dtypes.float8_e4m3fn), f"{name}_scale": np.ones(2, np.float32)}
+    write_raw(tmp_path / "model.safetensors", tensors | stored)
+    config = target_config(TARGET | {"quantization_config": {"weight_block_size": [32, 20]}})
+    with pytest.raises(CheckpointError, match=rf"{name}_scale' of shape \[2\] fits neither .* blocks \(32, 20\)"):
+        load_params(tmp_path, config, jnp.float32)
+
+
 def test_sharded_with_index(tmp_path):
     tensors = random_tensors(CONFIG, 0)
     names = sorted(tensors)

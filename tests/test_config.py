@@ -6,7 +6,16 @@ import pytest
 
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.options import EngineArgs, EngineConfig
-from dflash_jax.spec import LayerMask, check_draft_fits, draft_config, target_config
+from dflash_jax.spec import (
+    Dense,
+    FullAttention,
+    LayerMask,
+    LayerSpec,
+    WindowAttention,
+    check_draft_fits,
+    draft_config,
+    target_config,
+)
 from dflash_jax.spec.draft import default_target_layer_ids
 from tests.pairs import DRAFT, TARGET
 
@@ -43,7 +52,7 @@ def test_llama_has_no_qk_norm_and_no_windows():
         }
     )
     assert not config.qk_norm
-    assert set(config.layers) == {LayerMask("causal", None)}
+    assert set(config.layers) == {LayerSpec.attention(None, causal=True)}
 
 
 @pytest.mark.parametrize(
@@ -134,26 +143,34 @@ def test_bad_target(fields, words):
 def test_masks_by_layer_type():
     fields = {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 8}
     assert draft_config(draft(**fields)).layers == (
-        LayerMask("causal", 8),
-        LayerMask("block", None),
-        LayerMask("causal", 8),
+        LayerSpec.attention(8, causal=True),
+        LayerSpec.attention(None, causal=False),
+        LayerSpec.attention(8, causal=True),
     )
     for override in ({"is_causal": False}, {"dflash_config": {"causal": False}}):
-        assert draft_config(draft(**fields, **override)).layers[0] == LayerMask("block", 8)
+        assert draft_config(draft(**fields, **override)).layers[0] == LayerSpec.attention(8, causal=False)
     for override in ({"is_causal": True}, {"dflash_config": {"causal": True}}):
-        assert draft_config(draft(**fields, **override)).layers[1] == LayerMask("causal", None)
+        assert draft_config(draft(**fields, **override)).layers[1] == LayerSpec.attention(None, causal=True)
+
+
+def test_layers_say_what_they_are_made_of():
+    sliding, full = draft_config(draft(layer_types=[SLIDING, FULL], sliding_window=8)).layers
+    assert sliding == LayerSpec(WindowAttention(8, causal=True), Dense())
+    assert full == LayerSpec(FullAttention(causal=False), Dense())
+    assert (sliding.mixer.mask, full.mixer.mask) == (LayerMask("causal", 8), LayerMask("block", None))
+    assert (sliding.window, full.window) == (8, None)
 
 
 def test_window_of_dflash_config():
     config = draft_config(draft(dflash_config={"use_swa": True, "swa_window_size": 32}))
-    assert set(config.layers) == {LayerMask("block", 32)}
+    assert set(config.layers) == {LayerSpec.attention(32, causal=False)}
     typed = draft(layer_types=[SLIDING, FULL], dflash_config={"use_swa": True, "swa_window_size": 32})
-    assert draft_config(typed).layers == (LayerMask("causal", 32), LayerMask("block", None))
+    assert draft_config(typed).layers == (LayerSpec.attention(32, causal=True), LayerSpec.attention(None, causal=False))
 
 
 def test_trained_window_is_kept_when_use_sliding_window_is_unset():
     config = draft_config(draft(layer_types=[SLIDING, FULL], sliding_window=16, use_sliding_window=False))
-    assert config.layers[0] == LayerMask("causal", 16)
+    assert config.layers[0] == LayerSpec.attention(16, causal=True)
 
 
 def test_block_size_in_either_place():
@@ -218,9 +235,9 @@ def test_speculators_format_keeps_windows_and_shifts_ids():
     native = draft(layer_types=[SLIDING, FULL], sliding_window=24)
     assert draft_config(speculators()) == draft_config(native)
     outside = speculators(sliding_window=20)  # vLLM reads the windows from the top level too
-    assert draft_config(outside).layers[0] == LayerMask("causal", 20)
+    assert draft_config(outside).layers[0] == LayerSpec.attention(20, causal=True)
     symmetric = draft_config(speculators(sliding_window_non_causal=True))
-    assert symmetric.layers == (LayerMask("block", 24), LayerMask("block", None))
+    assert symmetric.layers == (LayerSpec.attention(24, causal=False), LayerSpec.attention(None, causal=False))
 
 
 def test_speculators_reduced_vocabulary():

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.base.errors import CheckpointError, ConfigError
-from dflash_jax.spec import DraftConfig, LayerMask, RopeConfig, draft_config, read_json, target_config
+from dflash_jax.spec import DraftConfig, LayerSpec, RopeConfig, draft_config, read_json, target_config
 from dflash_jax.weights import export
 from dflash_jax.weights.export import draft_raw_config, quantize_rows, save_json, save_model, save_tensors
 from dflash_jax.weights.loader import load_params
@@ -172,7 +172,7 @@ def layers_of(draw):
     windows = draw(st.lists(st.sampled_from([None, window]), min_size=1, max_size=8))
     mask = draw(st.sampled_from(["usual", "causal", "block"]))
     usual = {None: "block", window: "causal"}
-    return tuple(LayerMask(usual[w] if mask == "usual" else mask, w) for w in windows)
+    return tuple(LayerSpec.attention(w, causal=(usual[w] if mask == "usual" else mask) == "causal") for w in windows)
 
 
 @st.composite
@@ -211,7 +211,7 @@ def test_draft_configs_are_read_as_they_were(config, num_target_layers):
 
 
 def test_draft_config_has_the_words_of_the_published_ones():
-    layers = (LayerMask("causal", 2048), LayerMask("block", None))
+    layers = (LayerSpec.attention(2048, causal=True), LayerSpec.attention(None, causal=False))
     config = replace(draft_config(DRAFT), layers=layers, block_size=16)
     raw = draft_raw_config(config, 5, max_position_embeddings=8192)
     assert (raw["architectures"], raw["model_type"], raw["block_size"]) == (["DFlashDraftModel"], "qwen3", 16)
@@ -225,10 +225,10 @@ def test_draft_config_has_the_words_of_the_published_ones():
 @pytest.mark.parametrize(
     "layers",
     [
-        (LayerMask("causal", 8), LayerMask("causal", 9)),
-        (LayerMask("causal", 8), LayerMask("block", 8)),
-        (LayerMask("block", None), LayerMask("causal", None)),
-        (LayerMask("block", 8), LayerMask("causal", None)),
+        (LayerSpec.attention(8, causal=True), LayerSpec.attention(9, causal=True)),
+        (LayerSpec.attention(8, causal=True), LayerSpec.attention(8, causal=False)),
+        (LayerSpec.attention(None, causal=False), LayerSpec.attention(None, causal=True)),
+        (LayerSpec.attention(8, causal=False), LayerSpec.attention(None, causal=True)),
     ],
 )
 def test_masks_without_words_are_refused(layers):

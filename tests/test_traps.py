@@ -17,8 +17,8 @@ from dflash_jax.engine.device import steps
 from dflash_jax.engine.device.slots import DEFERRED, Slots
 from dflash_jax.engine.programs.store import programs
 from dflash_jax.models.drafters.dflash import DraftModel
-from dflash_jax.models.layers import rms_norm
-from dflash_jax.spec import LayerMask
+from dflash_jax.spec import LayerSpec
+from pallas_kernels.rotary import rms_norm
 from tests.pairs import choose_lengths, empty_cache, golden_cases, golden_llm, greedy, prompt, tokens_of
 
 PAIR = "qwen3_swa_tied"
@@ -68,6 +68,10 @@ def patch_masks(monkeypatch, change):
     patch_config(monkeypatch, lambda config: replace(config, layers=tuple(map(change, config.layers))))
 
 
+def non_causal(layer):
+    return LayerSpec.attention(layer.window, causal=False)
+
+
 def patch_taps(monkeypatch, change):
     patch_config(monkeypatch, lambda config: replace(config, target_layer_ids=tuple(change(config.target_layer_ids))))
 
@@ -109,15 +113,15 @@ def later_prefill_chunks_leave_no_context(monkeypatch):
 
 
 def trained_window_ignored(monkeypatch):
-    patch_masks(monkeypatch, lambda mask: LayerMask(mask.mask, None))
+    patch_masks(monkeypatch, lambda layer: LayerSpec.attention(None, causal=layer.mixer.causal))
 
 
 def sliding_layers_not_causal(monkeypatch):
-    patch_masks(monkeypatch, lambda mask: LayerMask("block", mask.window))
+    patch_masks(monkeypatch, non_causal)
 
 
 def full_layers_causal_in_the_block(monkeypatch):
-    patch_masks(monkeypatch, lambda mask: LayerMask("causal", mask.window))
+    patch_masks(monkeypatch, lambda layer: LayerSpec.attention(layer.window, causal=True))
 
 
 def tap_ids_shifted_by_one(monkeypatch):
@@ -242,7 +246,7 @@ def test_drafter_context_holds_features_and_nothing_of_the_block(plain):
     "other",
     [
         lambda config: replace(config, target_layer_ids=tuple(reversed(config.target_layer_ids))),
-        lambda config: replace(config, layers=tuple(LayerMask("block", mask.window) for mask in config.layers)),
+        lambda config: replace(config, layers=tuple(map(non_causal, config.layers))),
     ],
     ids=["taps", "masks"],
 )

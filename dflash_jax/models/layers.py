@@ -1,32 +1,31 @@
-"""Norm, rotary embedding, attention and MLP: what target and drafter layers are made of.
+"""Decoder layers, built from the `LayerSpec` of each, and the interface to the cache that they write to and read.
 
-Modules are functional: parameters in, arrays out. They know nothing of where keys and values are kept; a layer
-writes to and attends over a `KVCache` that it is handed and hands back.
+Modules are functional: parameters in, arrays out. They do not know how keys and values are kept; a layer gets a
+`KVCache` and returns the updated one.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import flax.linen as nn
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.models.projections import project_add_norm, project_swiglu
+from dflash_jax.models.mixers.attention import Attention
+from dflash_jax.models.mlp.dense import MLP
+from dflash_jax.models.projections import project_add_norm
+from dflash_jax.models.rope import Rope, rope_tables
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
-from dflash_jax.spec import DecoderConfig, LayerMask, RopeConfig
+from dflash_jax.spec import DecoderConfig, LayerMask
 from dflash_jax.weights.formats.protocol import QuantizedRows
-from dflash_jax.weights.formats.weight import project, weight_of
-from dflash_jax.weights.tables import attention_table, declare, mlp_table, norms_table
+from dflash_jax.weights.tables import declare, norms_table
 from pallas_kernels.rotary import Rotary, rms_norm
 
 
 @runtime_checkable
 class KVCache(Protocol):
-    """Keys and values of the layers of one model, for B sequences. Dense today, paged in the engine."""
+    """Keys and values of the layers of one model, for B sequences: pages in the engine, dense arrays elsewhere."""
 
     def write(
         self,
@@ -35,13 +34,16 @@ class KVCache(Protocol):
         rotary: Rotary,
         positions: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B T N H"], KVCache]:
-        """Store keys and values at their absolute positions, and give the queries; negative positions are not stored.
+        """Store keys and values at their absolute positions.
 
         Args:
-            layer: whose they are.
-            heads: as projected: of each kv head, side by side, its J - 2 query heads, its key and its value.
-            rotary: what is done to them first: scales of all of them, norm and RoPE of queries and keys.
-            positions: of the tokens.
+            layer: index of the layer.
+            heads: projected heads; each kv head has J - 2 query heads, its key and its value, side by side.
+            rotary: scales, norms and RoPE, which are applied to the heads first.
+            positions: absolute positions of the tokens, int32; tokens at negative ones are not stored.
+
+        Returns:
+            The queries, with `rotary` applied, and the updated cache.
         """
         ...
 
@@ -53,7 +55,7 @@ class KVCache(Protocol):
         kv_length: Int[Array, " B"],
         mask: LayerMask,
     ) -> Float[Array, "B T N H"]:
-        """Attention of q over the stored keys at positions below kv_length that the mask lets it see."""
+        """Attention of q over the stored keys at positions below `kv_length` that the mask lets each query see."""
         ...
 
     def write_attend(
@@ -65,7 +67,7 @@ class KVCache(Protocol):
         kv_length: Int[Array, " B"],
         mask: LayerMask,
     ) -> tuple[Float[Array, "B T N H"], KVCache]:
-        """Both at once, of the queries of these heads."""
+        """`write`, then `attend` with the queries of these heads."""
         q, cache = self.write(layer, heads, rotary, positions)
         return cache.attend(layer, q, positions, kv_length, mask), cache
 
@@ -81,122 +83,20 @@ class ContextCache(KVCache, Protocol):
         k_norms: Sequence[Float[Array, " H"] | None],
         positions: Int[Array, "B T"],
     ) -> ContextCache:
-        """Store keys and values of every layer, as `write` does those of one.
+        """Store keys and values of every layer at their absolute positions.
 
         Args:
-            heads: as projected: of each kv head, side by side, the key and the value of each layer; in one array for
-                all layers, or in several, those of the first layers first.
-            rotary: what is done to keys first, besides their norm.
-            k_norms: weight of each layer's norm of keys, or None.
-            positions: of the tokens.
+            heads: projected heads; each kv head has the key and the value of each layer, side by side. They come in
+                one array for all layers or in several, first layers first.
+            rotary: scales and RoPE, which are applied to keys after their norm.
+            k_norms: weight of each layer's key norm, or None.
+            positions: absolute positions of the tokens, int32; tokens at negative ones are not stored.
         """
         ...
 
 
-Rope = tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]
-
-
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Inverse frequencies [H/2] in float32 and the factor on cos and sin.
-
-    Sources: linear, arXiv 2306.15595; yarn, arXiv 2309.00071; llama3, Llama 3.1's reference code. The
-    conventions for missing fields are those of transformers 5.
-    """
-    inverse = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if rope.rope_type == "linear":
-        return (inverse / rope.factor).astype(np.float32), 1.0
-    if rope.rope_type == "llama3":
-        wavelength = 2 * math.pi / inverse
-        low, high = rope.low_freq_factor, rope.high_freq_factor
-        smooth = np.clip((rope.original_max_position_embeddings / wavelength - low) / (high - low), 0.0, 1.0)
-        return ((1 - smooth) * inverse / rope.factor + smooth * inverse).astype(np.float32), 1.0
-    if rope.rope_type == "yarn":
-        return _yarn(rope, inverse, head_dim)
-    return inverse.astype(np.float32), 1.0
-
-
-def _yarn(rope: RopeConfig, inverse: np.ndarray, head_dim: int) -> tuple[np.ndarray, float]:
-    def dimension_of(rotations: float) -> float:
-        length = rope.original_max_position_embeddings
-        return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = np.clip((np.arange(head_dim // 2) - low) / ((high - low) or 0.001), 0.0, 1.0)
-    blended = inverse / rope.factor * ramp + inverse * (1 - ramp)
-
-    def magnitude(scale: float, m: float = 1.0) -> float:
-        return 1.0 if scale <= 1 else 0.1 * m * math.log(scale) + 1.0
-
-    factor = rope.attention_factor
-    if factor is None and rope.mscale and rope.mscale_all_dim:
-        factor = magnitude(rope.factor, rope.mscale) / magnitude(rope.factor, rope.mscale_all_dim)
-    return blended.astype(np.float32), magnitude(rope.factor) if factor is None else factor
-
-
-def rope_tables(config: DecoderConfig, positions: Int[Array, "B T"]) -> Rope:
-    """Cosines and sines of absolute positions, float32."""
-    inverse, factor = inverse_frequencies(config.rope, config.head_dim)
-    angles = positions[..., None].astype(jnp.float32) * inverse
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
-
-
-class Attention(nn.Module):
-    """Projections of one attention block; the attention itself is the cache's. `devices` are as for the layer."""
-
-    config: DecoderConfig
-    devices: Devices = AUTOMATIC
-
-    def setup(self) -> None:
-        if self.has_variable("params", "qkv_proj"):  # where a drafter's are joined, they are not those of its table
-            self.weights = dict(self.variables["params"])
-        else:
-            self.weights = declare(self, attention_table(self.config), self.config)
-
-    def _project(self, name: str, x: Float[Array, "B T D"] | QuantizedRows) -> Float[Array, "B T K J H"]:
-        return project(x, self.weights[name], self.weights.get(f"{name}_bias"), kernels=self.devices.is_single)
-
-    def heads(self, x: Float[Array, "B T D"] | QuantizedRows, rope: Rope) -> tuple[Float[Array, "B T K J H"], Rotary]:
-        """Of each kv head, side by side, its query heads, its key and its value; and what they still lack."""
-        if "qkv_proj" not in self.weights:
-            return jnp.concatenate([self._project("q_proj", x), self.keys_values(x)], axis=-2), self.rotary(rope)
-        if "qkv_proj_bias" in self.weights:
-            return self._project("qkv_proj", x), self.rotary(rope)
-        weight = weight_of(self.weights["qkv_proj"])
-        heads, scales = weight.unscaled(x, kernels=self.devices.is_single)
-        return heads.reshape(*x.shape[:2], *weight.shape[:-1]), self.rotary(rope, scales)
-
-    def keys_values(self, x: Float[Array, "B T D"] | QuantizedRows) -> Float[Array, "B T K 2 H"]:
-        """The same without queries; of a drafter, whose queries have weights of their own."""
-        return self._project("kv_proj", x)
-
-    def rotary(self, rope: Rope, scales: tuple[Array, Array] | None = None) -> Rotary:
-        """What projected heads lack before they are attended with; scales are those of fp8 products."""
-        norms = self.weights.get("q_norm"), self.weights.get("k_norm")
-        return Rotary(*rope, *norms, scales, self.config.rms_norm_eps)
-
-
-class MLP(nn.Module):
-    """SwiGLU, up to its last projection; `devices` are as for `project_swiglu`."""
-
-    config: DecoderConfig
-    devices: Devices = AUTOMATIC
-
-    def setup(self) -> None:
-        self.weights = declare(self, mlp_table(self.config), self.config)
-
-    def __call__(self, x: Float[Array, "B T D"] | QuantizedRows) -> Float[Array, "B T F"] | QuantizedRows:
-        weight, bias = self.weights["gate_up_proj"], self.weights.get("gate_up_proj_bias")
-        return project_swiglu(x, weight, bias, self.devices)
-
-
 class DecoderLayer(nn.Module):
-    """One pre-norm decoder layer; layer `index` of its cache and of its configuration's masks.
-
-    `devices` are as for `project_add_norm`.
-    """
+    """One pre-norm decoder layer, as `config.layers[index]` describes it; also layer `index` of its cache."""
 
     config: DecoderConfig
     index: int
@@ -204,6 +104,7 @@ class DecoderLayer(nn.Module):
 
     def setup(self) -> None:
         self.norms = declare(self, norms_table(), self.config)
+        self.mask = self.config.layers[self.index].mixer.mask
         self.self_attn = Attention(self.config, self.devices)
         self.mlp = MLP(self.config, self.devices)
 
@@ -217,28 +118,30 @@ class DecoderLayer(nn.Module):
         kv_length: Int[Array, " B"],
         cache: KVCache,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | QuantizedRows, KVCache]:
-        """The residual stream after the layer, the same normed for what follows, and the cache.
+        """Run the layer.
 
-        A norm belongs to the addition before it, which the same kernel does: so h is x after this layer's input norm,
-        and the layer ends with that of the next.
+        One kernel does an addition to the residual stream and the norm after it. So the layer takes its input already
+        normed, and ends with the norm of the layer that follows.
 
         Args:
-            x: the residual stream.
-            h: the same, normed.
-            next_norm: weight of the next layer's input norm, or of the model's last one.
+            x: residual stream.
+            h: x after this layer's input norm.
+            next_norm: weight of the next layer's input norm, or of the model's last norm.
             rope: cosines and sines of the positions.
-            positions: of the tokens.
-            kv_length: as for `KVCache.attend`.
+            positions: absolute positions of the tokens, int32.
+            kv_length: number of keys that queries may see, as for `KVCache.attend`.
             cache: keys and values of earlier positions.
+
+        Returns:
+            The residual stream after the layer, its norm by `next_norm`, and the updated cache.
         """
-        own = self.config.layers[self.index]
-        heads, cache = cache.write_attend(self.index, *self.self_attn.heads(h, rope), positions, kv_length, own)
+        heads, cache = cache.write_attend(self.index, *self.self_attn.heads(h, rope), positions, kv_length, self.mask)
         return *self._finish(x, heads, next_norm), cache
 
     def write(
         self, h: Float[Array, "B T D"] | QuantizedRows, rope: Rope, positions: Int[Array, "B T"], cache: KVCache
     ) -> tuple[Float[Array, "B T N H"], KVCache]:
-        """The first half of the layer, which stores keys and values: its queries, and the cache."""
+        """The first half of the layer: store keys and values. Returns the queries and the updated cache."""
         return cache.write(self.index, *self.self_attn.heads(h, rope), positions)
 
     def attend(
@@ -250,14 +153,13 @@ class DecoderLayer(nn.Module):
         kv_length: Int[Array, " B"],
         cache: KVCache,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | QuantizedRows]:
-        """The second half, of as many of the tokens as there are queries; arguments and results are the layer's."""
-        own = self.config.layers[self.index]
-        return self._finish(x, cache.attend(self.index, q, positions, kv_length, own), next_norm)
+        """The second half of the layer, from the queries on, for as many tokens as there are queries."""
+        return self._finish(x, cache.attend(self.index, q, positions, kv_length, self.mask), next_norm)
 
     def _finish(
         self, x: Float[Array, "B T D"], heads: Float[Array, "B T N H"], next_norm: Float[Array, " D"]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | QuantizedRows]:
-        """What comes after attention."""
+        """Output projection and MLP."""
         x, h = self._add_norm(x, heads, self.self_attn.weights, "o_proj", self.norms["post_attention_layernorm"])
         return self._add_norm(x, self.mlp(h), self.mlp.weights, "down_proj", next_norm)
 
@@ -269,7 +171,7 @@ class DecoderLayer(nn.Module):
         name: str,
         norm: Float[Array, " D"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | QuantizedRows]:
-        """X plus the projection of that name, and the same normed."""
+        """Add the projection of that name to the residual stream, then norm it."""
         weight, bias = weights[name], weights.get(f"{name}_bias")
         return project_add_norm(x, inputs, weight, bias, norm, self.config.rms_norm_eps, self.devices)
 
@@ -282,10 +184,10 @@ def run_layers(
     positions: Int[Array, "B T"],
     cache: KVCache,
 ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"] | QuantizedRows, KVCache]:
-    """Layers of a model, from the first on, over embeddings x; `last_norm` is the weight of the norm after them.
+    """Run the first layers of a model over embeddings x; `last_norm` is the weight of the norm after them.
 
     Returns:
-        The residual stream after each layer; hidden states after the last norm; the cache.
+        The residual stream after each layer; the final hidden states, normed; the updated cache.
     """
     rope = rope_tables(config, positions)
     kv_length = positions.max(axis=1) + 1

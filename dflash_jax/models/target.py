@@ -1,4 +1,4 @@
-"""Qwen3 and Llama, the target models. Llama is Qwen3 without the norms of queries and keys."""
+"""The target models, Qwen3 and Llama; Llama is Qwen3 without norms of queries and keys."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_jax.models.layers import DecoderLayer, KVCache, rms_norm, rope_tables, run_layers
+from dflash_jax.models.layers import DecoderLayer, KVCache, run_layers
 from dflash_jax.models.projections import likeliest_product
+from dflash_jax.models.rope import rope_tables
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices, look_up
 from dflash_jax.spec import TargetConfig
 from dflash_jax.weights.formats.protocol import Weight, plain
 from dflash_jax.weights.formats.weight import logits_of
 from dflash_jax.weights.tables import declare, outer_table
-from pallas_kernels.rotary import split_heads
+from pallas_kernels.rotary import rms_norm, split_heads
 
 
 class TargetModel(nn.Module):
-    """A decoder-only language model whose hidden states can be tapped; `devices` are those of its layers.
+    """A decoder-only language model that can return the residual stream after chosen layers (capture layers).
 
     Source: transformers' Qwen3ForCausalLM and LlamaForCausalLM.
     """
@@ -44,14 +45,14 @@ class TargetModel(nn.Module):
 
         Args:
             tokens: token ids, int32.
-            positions: absolute positions; negative ones are padding, which is neither stored nor seen.
-            cache: holds the keys and values of all earlier positions.
-            taps: layers whose output is wanted: i stands for transformers' `hidden_states[i + 1]`, the residual stream
-                after layer i and, for the last layer, the final hidden state.
+            positions: absolute positions, int32; negative ones are padding, which is neither stored nor seen.
+            cache: keys and values of all earlier positions.
+            taps: capture layers: i stands for Hugging Face's `hidden_states[i + 1]`, the residual stream after layer i
+                and, for the last layer, the final hidden state.
 
         Returns:
-            Final hidden states after the last norm; the taps' outputs side by side (C = len(taps) * D); the
-            cache.
+            Final hidden states, normed; features, the capture layers' outputs side by side (C = len(taps) * D); the
+            updated cache.
         """
         x = self.embed(tokens)
         outputs, hidden, cache = run_layers(self.config, self.layers, x, self.weights["norm"], positions, cache)
@@ -65,14 +66,20 @@ class TargetModel(nn.Module):
         cache: KVCache,
         taps: tuple[int, ...] = (),
     ) -> tuple[Float[Array, "B 1 D"], Float[Array, "B T C"], Float[Array, "B T D"], KVCache]:
-        """The same of tokens of which only the last one's final hidden state is wanted, until `finish` asks for more.
+        """Run T tokens of each sequence, and give the final hidden state of the last token only.
 
-        The last layer stores all keys and values, but computes the rest of itself for that token alone, unless it is
-        tapped: with L layers this saves up to 1/L of the time.
+        The last layer stores all keys and values, but computes the rest for that token alone unless it is a capture
+        layer: with L layers this saves up to 1/L of the time. `finish` computes the other hidden states.
+
+        Args:
+            tokens: token ids, int32.
+            positions: absolute positions, int32; negative ones are padding.
+            cache: keys and values of all earlier positions.
+            taps: capture layers.
 
         Returns:
-            The final hidden state of the last token of each sequence, padding apart; the taps' outputs; what goes into
-            the last layer; the cache.
+            Final hidden state of each sequence's last token that is not padding; features, as `__call__` gives them;
+            the residual stream before the last layer; the updated cache.
         """
         x = self.embed(tokens)
         *layers, last = self.layers
@@ -90,12 +97,12 @@ class TargetModel(nn.Module):
     def finish(
         self, before: Float[Array, "B T D"], positions: Int[Array, "B T"], cache: KVCache
     ) -> Float[Array, "B T D"]:
-        """The final hidden states of all tokens of a `prefill`.
+        """Final hidden states of all tokens of a `prefill`, normed.
 
         Args:
-            before: what goes into the last layer.
-            positions: as there.
-            cache: as it was after that.
+            before: residual stream before the last layer, as `prefill` gave it.
+            positions: those of `prefill`.
+            cache: the cache that `prefill` returned.
         """
         last = self.layers[-1]
         h = rms_norm(before, last.norms["input_layernorm"], self.config.rms_norm_eps)
@@ -104,35 +111,37 @@ class TargetModel(nn.Module):
         return plain(hidden, "the head of a target")
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Token embeddings; the drafter shares them."""
+        """Token embeddings; the drafter uses them, too."""
         return look_up(self.weights["embed_tokens"], tokens, self.devices)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """float32 logits."""
+        """float32 logits of normed hidden states."""
         return logits_of(hidden, self.head)
 
     def likeliest(
         self, hidden: Float[Array, "B T D"], length: Int[Array, ""] | None = None
     ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
-        """The token of the largest logit of each row, and that logit; the others are not kept.
+        """Argmax of each row's logits, int32, and its logit, float32; where possible no logits are kept.
 
-        Of the B * T rows the first `length` are wanted, or all.
+        Args:
+            hidden: normed hidden states.
+            length: only the first `length` of the B * T rows are wanted; None is all.
         """
         return likeliest_product(hidden, self.head, self.devices, length)
 
     @property
     def head(self) -> Float[Array, "V D"] | Weight:
-        """The output head, which is the embedding where they are tied; the drafter shares it."""
+        """The output head; it is the embedding if they are tied. The drafter uses it, too."""
         return self.weights.get("lm_head", self.weights["embed_tokens"])
 
 
 def _side_by_side(
     x: Float[Array, "B T D"], outputs: list[Float[Array, "B T D"]], taps: tuple[int, ...]
 ) -> Float[Array, "B T C"]:
-    """What the tapped layers gave; of no width where there are none."""
+    """Outputs of the capture layers side by side; C is 0 without any."""
     return jnp.concatenate([x[..., :0], *(outputs[i] for i in taps)], axis=-1)
 
 
 def _row(array: Shaped[Array, "B T *_"], index: Int[Array, " B"]) -> Shaped[Array, "B 1 *_"]:
-    """One token of each sequence."""
+    """Select one token of each sequence."""
     return jax.vmap(partial(lax.dynamic_slice_in_dim, slice_size=1))(array, index)

@@ -1,17 +1,31 @@
-"""Frozen configurations; every check of a bad `config.json` is in this package."""
+"""What a checkpoint's `config.json` says, frozen; every check of a bad one is in this package."""
 
 from dflash_jax.spec.draft import check_draft_fits, draft_config
 from dflash_jax.spec.fields import Fields, read_json
-from dflash_jax.spec.model import DecoderConfig, DraftConfig, LayerMask, RopeConfig, TargetConfig
+from dflash_jax.spec.model import (
+    DecoderConfig,
+    Dense,
+    DraftConfig,
+    FullAttention,
+    LayerMask,
+    LayerSpec,
+    RopeConfig,
+    TargetConfig,
+    WindowAttention,
+)
 from dflash_jax.spec.target import target_config
 
 __all__ = [
     "DecoderConfig",
+    "Dense",
     "DraftConfig",
     "Fields",
+    "FullAttention",
     "LayerMask",
+    "LayerSpec",
     "RopeConfig",
     "TargetConfig",
+    "WindowAttention",
     "check_draft_fits",
     "draft_config",
     "read_json",

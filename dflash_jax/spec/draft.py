@@ -1,4 +1,4 @@
-"""A DFlash drafter's `config.json`, checkpoint-native or in the speculators format, and whether it fits a target."""
+"""Reading a DFlash drafter's `config.json`, native or in the speculators format, and checking it against a target."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.base.values import is_int
 from dflash_jax.spec.fields import Fields
-from dflash_jax.spec.model import DraftConfig, LayerMask, Mask, TargetConfig
+from dflash_jax.spec.model import DraftConfig, LayerSpec, TargetConfig
 from dflash_jax.spec.target import architecture_of, decoder_fields, layer_windows, weight_block_size
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
 
-# Fields of other drafter families that change what is computed: refused when set, never ignored.
+# Fields of other drafter families that change the computation: refused if set, never ignored.
 UNSUPPORTED_FIELDS = (
     "attention_sink_bias",
     "attention_value_scale",
@@ -28,12 +28,12 @@ UNSUPPORTED_FIELDS = (
 def draft_config(
     raw: Mapping[str, Any], where: str = "config.json", *, num_target_layers: int | None = None
 ) -> DraftConfig:
-    """Read a drafter's `config.json`, checkpoint-native or in the speculators format.
+    """Read a drafter's `config.json`, native or in the speculators format.
 
     Args:
         raw: the parsed file.
-        where: how errors name it.
-        num_target_layers: layers of the target; needed for the default taps when the file does not say it.
+        where: the file's name in errors.
+        num_target_layers: layers of the target; used for the default capture layers if the file has no such number.
 
     Raises:
         ConfigError: unknown architecture, missing field or impossible value.
@@ -77,7 +77,11 @@ def draft_config(
 
 
 def check_draft_fits(target: TargetConfig, draft: DraftConfig, where: str) -> None:
-    """Raise ConfigError unless the drafter can stand on this target's hidden states, embedding and head."""
+    """Check that the drafter can use this target's hidden states, embedding and head.
+
+    Raises:
+        ConfigError: sizes, vocabulary, mask token or capture layers do not fit.
+    """
     beyond = [i for i in draft.target_layer_ids if not 0 <= i < target.num_hidden_layers]
     checks = [
         (
@@ -95,41 +99,37 @@ def check_draft_fits(target: TargetConfig, draft: DraftConfig, where: str) -> No
         ),
         (not beyond, f"tap layers {beyond} but the target has layers 0 to {target.num_hidden_layers - 1}"),
     ]
-    for ok, found in checks:
-        if not ok:
-            raise ConfigError(f"{where}: the drafter has {found}; use the drafter that was trained for this target.")
+    for fits, problem in checks:
+        if not fits:
+            raise ConfigError(f"{where}: the drafter has {problem}; use the drafter that was trained for this target.")
 
 
-def _draft_layers(fields: Fields, dflash: Fields, num_layers: int) -> tuple[LayerMask, ...]:
-    """Full layers see the whole block, sliding layers are causal; `is_causal` or `causal` overrides both.
+def _draft_layers(fields: Fields, dflash: Fields, num_layers: int) -> tuple[LayerSpec, ...]:
+    """Full layers see the whole block and sliding layers are causal, unless `is_causal` or `causal` sets all layers.
 
-    `dflash_config.use_swa` without `layer_types` means: every layer slides, symmetrically (as in vLLM).
+    `dflash_config.use_swa` without `layer_types` makes every layer sliding and non-causal, as in vLLM.
     """
     raw = dict(fields.raw)
     if raw.get("sliding_window") is None:
         raw["sliding_window"] = dflash.get("swa_window_size")
-    sliding_mask: Mask = "causal"
+    sliding_is_causal = not fields.flag("sliding_window_non_causal")
     if dflash.flag("use_swa") and raw.get("layer_types") is None:
         raw["layer_types"] = ["sliding_attention"] * num_layers
-        sliding_mask = "block"
-    if fields.flag("sliding_window_non_causal"):
-        sliding_mask = "block"
+        sliding_is_causal = False
     windows = layer_windows(Fields(raw, fields.where), num_layers)
-    masks = [LayerMask("block" if window is None else sliding_mask, window) for window in windows]
     for source, name in ((dflash, "causal"), (fields, "is_causal")):
         if source.get(name) is not None:
-            override: Mask = "causal" if source.flag(name) else "block"
-            return tuple(LayerMask(override, mask.window) for mask in masks)
-    return tuple(masks)
+            return tuple(LayerSpec.attention(window, causal=source.flag(name)) for window in windows)
+    return tuple(LayerSpec.attention(window, causal=window is not None and sliding_is_causal) for window in windows)
 
 
 def _tap_ids(fields: Fields, dflash: Fields, num_layers: int, num_target_layers: int | None) -> tuple[int, ...]:
-    """Tap ids in their one internal meaning: id i is the residual output of target layer i.
+    """Capture layers as `DraftConfig` has them: id i is the residual stream after target layer i.
 
-    `aux_hidden_state_layer_ids` (speculators) and `eagle_aux_hidden_state_layer_ids` (vLLM) count the
-    embedding as 0, so they are one higher.
+    `aux_hidden_state_layer_ids` (speculators) and `eagle_aux_hidden_state_layer_ids` (vLLM) count the embedding as 0,
+    so their ids are one higher.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    by_field: dict[str, tuple[int, ...]] = {}
     for source, name, shift in (
         (dflash, "target_layer_ids", 0),
         (fields, "target_layer_ids", 0),
@@ -141,22 +141,22 @@ def _tap_ids(fields: Fields, dflash: Fields, num_layers: int, num_target_layers:
             continue
         if not isinstance(ids, list | tuple) or not ids or not all(is_int(i) for i in ids):
             raise source.error(f"{name}={ids!r} must be a list of layer ids.")
-        found.setdefault(name, tuple(i - shift for i in ids))
-    if len(set(found.values())) > 1:
+        by_field.setdefault(name, tuple(i - shift for i in ids))
+    if len(set(by_field.values())) > 1:
         raise fields.error(
             "the tap layers contradict each other: "
-            + ", ".join(f"{name} means layers {list(ids)}" for name, ids in found.items())
+            + ", ".join(f"{name} means layers {list(ids)}" for name, ids in by_field.items())
             + "; keep one of them."
         )
-    if found:
-        return next(iter(found.values()))
+    if by_field:
+        return next(iter(by_field.values()))
     if fields.get("num_target_layers", num_target_layers) is None:
         raise fields.error("the tap layers are unknown: set dflash_config.target_layer_ids or num_target_layers.")
     return default_target_layer_ids(fields.positive_int("num_target_layers", num_target_layers), num_layers)
 
 
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """Taps of a drafter that names none: evenly from the second to the third-to-last target layer."""
+    """Capture layers of a drafter that names none: evenly from the second to the third-to-last target layer."""
     if num_draft_layers == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4
@@ -164,7 +164,7 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
 
 
 def _from_speculators(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Flatten the speculators format: the layer geometry stands in `transformer_layer_config`."""
+    """The fields of a speculators file at one level: its decoder fields are nested in `transformer_layer_config`."""
     kind = raw.get("speculators_model_type")
     if kind is None:
         return dict(raw)
@@ -173,5 +173,5 @@ def _from_speculators(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     layer = Fields(raw, where).sub("transformer_layer_config").raw
     if not layer:
         raise ConfigError(f"{where}: the field 'transformer_layer_config' is missing; add it to the file.")
-    own = {name: value for name, value in raw.items() if value is not None and name != "transformer_layer_config"}
-    return {**layer, **own, "architectures": ["DFlashSpeculator"]}
+    outer = {name: value for name, value in raw.items() if value is not None and name != "transformer_layer_config"}
+    return {**layer, **outer, "architectures": ["DFlashSpeculator"]}

@@ -1,4 +1,4 @@
-"""Reading the fields of a `config.json`, with errors that name the file."""
+"""Typed reading of the fields of a `config.json`, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKEN_ID_LIMIT = 2**31  # token ids are int32 on the device
 
 
 class Fields:
-    """A JSON object; null counts as absent."""
+    """A JSON object; a null field counts as absent."""
 
     def __init__(self, raw: Mapping[str, Any], where: str):
         self.raw, self.where = raw, where
@@ -45,7 +45,7 @@ class Fields:
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.get(name, default)
-        if value not in (True, False):  # 1 and 0 are what some writers make of them
+        if value not in (True, False):  # some writers store 1 and 0, which equal True and False
             raise self.error(f"{name}={value!r} must be true or false.")
         return bool(value)
 
@@ -68,8 +68,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        CheckpointError: the file is absent or unreadable.
-        ConfigError: it is not a JSON object.
+        CheckpointError: the file is absent or cannot be read.
+        ConfigError: the file does not hold a JSON object.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A target's `config.json`, and what it shares with a drafter's."""
+"""Reading a target's `config.json`, and the fields that a drafter's has in common with it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from dflash_jax.base.values import is_int
 from dflash_jax.spec.fields import Fields
-from dflash_jax.spec.model import LayerMask, RopeConfig, TargetConfig
+from dflash_jax.spec.model import LayerSpec, RopeConfig, TargetConfig
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
-DEFAULT_WINDOW = 4096  # of Qwen3, where use_sliding_window is set and sliding_window absent
+DEFAULT_WINDOW = 4096  # tokens: Qwen3's default of sliding_window, where use_sliding_window is set
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
@@ -19,7 +19,7 @@ def target_config(raw: Mapping[str, Any], where: str = "config.json") -> TargetC
 
     Args:
         raw: the parsed file.
-        where: how errors name it.
+        where: the file's name in errors.
 
     Raises:
         ConfigError: unknown architecture, missing field or impossible value.
@@ -34,7 +34,7 @@ def target_config(raw: Mapping[str, Any], where: str = "config.json") -> TargetC
     return TargetConfig(
         **decoder_fields(fields, qk_norm=qwen3, default_head_dim=128 if qwen3 else None),
         layers=tuple(
-            LayerMask("causal", window)
+            LayerSpec.attention(window, causal=True)
             for window in layer_windows(window_fields, fields.positive_int("num_hidden_layers"))
         ),
         architecture=architecture,
@@ -46,6 +46,11 @@ def target_config(raw: Mapping[str, Any], where: str = "config.json") -> TargetC
 
 
 def architecture_of(fields: Fields, known: tuple[str, ...]) -> str:
+    """The first of the file's architectures that is known.
+
+    Raises:
+        ConfigError: none is known.
+    """
     names = fields.get("architectures")
     if not names:
         raise fields.error(f"the field 'architectures' is missing; it must name one of {', '.join(known)}.")
@@ -58,7 +63,7 @@ def architecture_of(fields: Fields, known: tuple[str, ...]) -> str:
 
 
 def decoder_fields(fields: Fields, *, qk_norm: bool, default_head_dim: int | None) -> dict[str, Any]:
-    """The arguments of DecoderConfig but the masks. Defaults are those of the Hugging Face classes."""
+    """The arguments of `DecoderConfig` except `layers`; missing fields default as in the Hugging Face classes."""
     activation = fields.get("hidden_act", "silu")
     if activation != "silu":
         raise fields.error(f"hidden_act={activation!r} is not supported; supported is 'silu'.")
@@ -86,10 +91,10 @@ def decoder_fields(fields: Fields, *, qk_norm: bool, default_head_dim: int | Non
 
 
 def _rope(fields: Fields) -> RopeConfig:
-    """Either spelling: `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
+    """Read RoPE from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (earlier versions).
 
-    Where a file says a thing twice, the one that transformers uses wins: `rope_scaling` over `rope_parameters`,
-    `original_max_position_embeddings` beside them over the one inside.
+    If a file has a value twice, transformers' choice wins: `rope_scaling` over `rope_parameters`, the outer
+    `original_max_position_embeddings` over the one inside them.
     """
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     scaling = fields.sub(name)
@@ -121,18 +126,17 @@ def _rope(fields: Fields) -> RopeConfig:
             )
     if rope_type == "yarn":
         options |= {name: scaling.real(name, default) for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))}
-        given = (name for name in ("attention_factor", "mscale", "mscale_all_dim") if scaling.get(name))
-        options |= {name: scaling.real(name) for name in given}
+        present = (name for name in ("attention_factor", "mscale", "mscale_all_dim") if scaling.get(name))
+        options |= {name: scaling.real(name) for name in present}
         options["truncate"] = scaling.flag("truncate", True)
     return RopeConfig(**options)
 
 
 def layer_windows(fields: Fields, num_layers: int) -> list[int | None]:
-    """The window of each layer, None for full attention.
+    """The window of each layer in tokens; None for full attention.
 
-    `layer_types` decides where it is given; a window is honoured whenever a layer is sliding, also if
-    `use_sliding_window` is unset: a trained window ignored costs most of the acceptance (48 % -> 11 %,
-    tpu-inference #3526).
+    `layer_types` decides if the file has it. A sliding layer keeps its window even if `use_sliding_window` is unset:
+    ignoring a trained window costs most of the acceptance (48 % -> 11 %, tpu-inference #3526).
     """
     window = fields.get("sliding_window")
     types = fields.get("layer_types")
@@ -157,7 +161,7 @@ def layer_windows(fields: Fields, num_layers: int) -> list[int | None]:
 
 
 def weight_block_size(fields: Fields) -> tuple[int, int] | None:
-    """Blocks of a checkpoint whose fp8 weights carry a scale for each block (`weight_scale_inv`)."""
+    """Rows and columns that share a scale (`weight_scale_inv`) in a block-wise fp8 checkpoint; else None."""
     size = fields.sub("quantization_config").get("weight_block_size")
     if size is None:
         return None

@@ -1,4 +1,4 @@
-"""Parameters to a Hugging Face folder: what `loader` reads, and vLLM and the reference implementation too."""
+"""Write parameters to a Hugging Face folder that `loader`, vLLM and the reference implementation can read."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from dflash_jax.base.errors import CheckpointError, ConfigError
-from dflash_jax.spec import DraftConfig, LayerMask, RopeConfig, TargetConfig
+from dflash_jax.spec import DraftConfig, LayerSpec, RopeConfig, TargetConfig
 from dflash_jax.weights.loader import Params
 from dflash_jax.weights.safetensors import INDEX_NAME, SINGLE_NAME
 from dflash_jax.weights.tables import checkpoint_tensors
 
 WeightDtype = Literal["float32", "bfloat16", "fp8_e4m3"]
 
-# Of everything that fp8 does not hold: the projections alone are quantised.
+# Dtype of the tensors that are not quantised; with fp8_e4m3, projections alone are.
 WIDE_DTYPES: Mapping[str, np.dtype] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "fp8_e4m3": np.dtype(ml_dtypes.bfloat16),
 }
-FP8_LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)  # 448
+FP8_LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)  # 448, the largest e4m3 number
 
-# Weights only, one scale a row. Modules are named by their class, since vLLM renames those of a drafter.
+# Weights only, one scale for each row. Modules are given by class, since vLLM renames those of a drafter.
 # Source: compressed-tensors' QuantizationConfig, as vLLM reads it (compressed_tensors.py, W8A16Fp8).
 FP8_QUANTIZATION: Mapping[str, Any] = {
     "quant_method": "compressed-tensors",
@@ -45,7 +45,7 @@ FP8_QUANTIZATION: Mapping[str, Any] = {
     "kv_cache_scheme": None,
 }
 
-ROPE_FIELDS = {  # of RopeConfig, beside rope_type and theta
+ROPE_FIELDS = {  # fields of RopeConfig that each rope_type writes, besides rope_type and theta
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
@@ -63,15 +63,15 @@ def save_model(
     params: Params,
     dtype: WeightDtype,
 ) -> None:
-    """Write `model.safetensors` and `config.json`; each file appears whole or not at all, the config last.
+    """Write `model.safetensors`, then `config.json`; each file is replaced whole or not at all.
 
     Args:
-        folder: made if absent; other files in it stay.
-        raw_config: what `config` was read from. Its `quantization_config` is replaced by what suits `dtype`.
-        config: of the model.
+        folder: created if absent; other files in it stay.
+        raw_config: the JSON object that `config` was read from; its `quantization_config` is replaced to fit `dtype`.
+        config: the model's.
         params: nested dicts of arrays, as the Flax modules take them.
-        dtype: of the stored weights. With fp8_e4m3 the projections are fp8 with a float32 scale for each row, in
-            the form of compressed-tensors, and the rest is bfloat16.
+        dtype: dtype of the stored weights. With fp8_e4m3, projections are fp8 with a float32 scale for each row, in
+            compressed-tensors' format, and the rest is bfloat16.
 
     Raises:
         ConfigError: the dtype is unknown.
@@ -92,22 +92,22 @@ def save_model(
 
 
 def save_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write a safetensors file, whole or not at all."""
+    """Write a safetensors file; it is replaced whole or not at all."""
     with _replacing(path) as part:
-        # The package writes the memory of an array as it lies, strides or not.
+        # safetensors writes the raw memory of an array and ignores strides.
         contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
         save_file(contiguous, part, metadata={"format": "pt"})  # transformers refuses files without it
 
 
 def save_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object, whole or not at all."""
+    """Write a JSON object to a file; it is replaced whole or not at all."""
     with _replacing(path) as part:
         part.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A file to write beside `path`; without an error it takes its place, readable by all."""
+    """Yield a temporary path beside `path`, which replaces it, readable by all, unless an error occurs."""
     part = path.with_name(path.name + ".part")
     try:
         yield part
@@ -118,7 +118,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 def _stored(name: str, array: np.ndarray, dtype: WeightDtype) -> dict[str, np.ndarray]:
-    """A tensor as the file holds it, with its scale if it has one."""
+    """The tensors that the file holds for one tensor: itself in the stored dtype, and its scale if quantised."""
     if name == "d2t":
         return {name: array.astype(np.int64)}
     if dtype == "fp8_e4m3" and name.endswith(("_proj.weight", "fc.weight")):
@@ -128,31 +128,30 @@ def _stored(name: str, array: np.ndarray, dtype: WeightDtype) -> dict[str, np.nd
 
 
 def quantize_rows(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A weight [rows, columns] as float8_e4m3fn, and the float32 scale [rows, 1] that it is to be multiplied by.
+    """Quantise a weight [rows, columns] to float8_e4m3fn; returns it with its float32 scales [rows, 1].
 
-    The largest number of a row becomes the largest of fp8.
+    The largest magnitude of each row becomes 448, the largest e4m3 number.
     """
     wide = weight.astype(np.float32)
     largest = np.abs(wide).max(axis=1, keepdims=True)
-    scale = np.maximum(largest / FP8_LARGEST, np.finfo(np.float32).tiny)  # a row of zeros divides too
+    scale = np.maximum(largest / FP8_LARGEST, np.finfo(np.float32).tiny)  # avoids division by zero for a row of zeros
     return (wide / scale).astype(ml_dtypes.float8_e4m3fn), scale
 
 
 def draft_raw_config(
     config: DraftConfig, num_target_layers: int, *, max_position_embeddings: int = 32768
 ) -> dict[str, Any]:
-    """The `config.json` of a drafter: what `draft_config` reads back, and what was published for others.
+    """The `config.json` of a drafter, in the format of the published ones; `draft_config` reads it back.
 
     Args:
-        config: of the drafter; its `weight_block_size` belongs to a file, and is not written.
+        config: the drafter's; `weight_block_size` is not written, since it describes files that were read.
         num_target_layers: layers of the target.
-        max_position_embeddings: the target's; vLLM lets no text grow longer than the drafter's. The default is what
-            transformers takes where a file says nothing.
+        max_position_embeddings: the target's: vLLM limits texts to the drafter's value. The default is transformers'.
 
     Raises:
-        ConfigError: the file has no words for the masks of the layers.
+        ConfigError: the format cannot express the masks of these layers.
 
-    Source: the published checkpoints' config.json; the old spelling of RoPE, which every version reads.
+    Source: the published checkpoints' config.json; RoPE in the older spelling, which every transformers version reads.
     """
     optional = {
         "draft_vocab_size": config.draft_vocab_size,
@@ -192,21 +191,21 @@ def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": scaling if options else None}
 
 
-def _mask_fields(layers: tuple[LayerMask, ...]) -> dict[str, Any]:
-    """Sliding layers are causal and full layers are not, or `is_causal` says what all of them are."""
-    windows = {layer.window for layer in layers} - {None}
-    masks = {layer.mask for layer in layers}
-    is_usual = all((layer.mask == "causal") == (layer.window is not None) for layer in layers)
-    if len(windows) > 1 or not (is_usual or len(masks) == 1):
-        found = ", ".join(f"{layer.mask} {layer.window or 'full'}" for layer in layers)
+def _mask_fields(layers: tuple[LayerSpec, ...]) -> dict[str, Any]:
+    """Fields of the layers' masks: sliding layers are causal and full ones not, or `is_causal` sets all of them."""
+    masks = [layer.mixer.mask for layer in layers]
+    windows, kinds = {mask.window for mask in masks} - {None}, {mask.mask for mask in masks}
+    is_usual = all((mask.mask == "causal") == (mask.window is not None) for mask in masks)
+    if len(windows) > 1 or not (is_usual or len(kinds) == 1):
+        named = ", ".join(f"{mask.mask} {mask.window or 'full'}" for mask in masks)
         raise ConfigError(
-            f"a drafter's config.json cannot say that its layers are {found}; give all sliding layers one window, and "
+            f"a drafter's config.json cannot say that its layers are {named}; give all sliding layers one window, and "
             "either all layers one mask, or sliding layers causal and full layers block."
         )
     return {
-        "layer_types": ["full_attention" if layer.window is None else "sliding_attention" for layer in layers],
+        "layer_types": ["full_attention" if mask.window is None else "sliding_attention" for mask in masks],
         "use_sliding_window": bool(windows),
         "sliding_window": next(iter(windows), None),
-        "max_window_layers": len(layers),
-        **({} if is_usual else {"is_causal": masks == {"causal"}}),
+        "max_window_layers": len(masks),
+        **({} if is_usual else {"is_causal": kinds == {"causal"}}),
     }

@@ -1,4 +1,4 @@
-"""From what a user calls a model to a local folder."""
+"""Resolve a model's name, Hub id or path to a local folder."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from dflash_jax.base.env import cache_folder
 from dflash_jax.base.errors import CheckpointError
 
-# Weights and texts; never code.
+# Files that are downloaded: weights and text, never code.
 WANTED_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
 
-# Models with a name of their own, which a script makes: folder in the cache, and in DRAFTERS that of its drafter.
+# Models that scripts/get_<alias>.py makes: folder names, in the cache and, for a drafter that ships, in DRAFTERS.
 ALIASES = {"smollm2": "smollm2-135m-instruct"}
 EMBEDDED = Path(__file__).parents[1] / "embedded"  # the pair that ships with the package
 DRAFTERS = Path(__file__).parents[1] / "drafters"
 
 
 def resolve_folders(model: str | Path | None, draft_model: str | Path | None) -> tuple[Path, Path | None]:
-    """The folders of target and drafter; without a model, the embedded pair's, and an alias may have a drafter.
+    """The folders of target and drafter.
+
+    Without a model they are the embedded pair's; an alias without a drafter gets the one that ships for it, if any.
 
     Raises:
         CheckpointError: one is neither a folder nor a repository that can be reached.
@@ -33,7 +35,7 @@ def resolve_folders(model: str | Path | None, draft_model: str | Path | None) ->
 
 
 def resolve_folder(model: str | Path) -> Path:
-    """The folder of a model: the path itself, that of an alias, or a snapshot of a Hugging Face Hub id.
+    """The folder of a model, which is given as a path, as an alias or as a Hugging Face Hub id.
 
     Raises:
         CheckpointError: it is neither a folder nor a repository that can be reached, or the alias was not made yet.
@@ -58,12 +60,12 @@ def resolve_folder(model: str | Path) -> Path:
 
 
 def alias_folder(alias: str) -> Path:
-    """Where the model of an alias is kept, made or not."""
+    """The folder of an alias's model, which may not exist yet."""
     return cache_folder() / ALIASES[alias]
 
 
 def alias_drafter(model: str | Path) -> Path | None:
-    """The drafter that ships for an alias; None for other models, and where none ships."""
+    """The folder of the drafter that ships for an alias; None if none ships, or the model is no alias."""
     if not isinstance(model, str) or model not in ALIASES:
         return None
     folder = DRAFTERS / ALIASES[model]

@@ -1,6 +1,6 @@
-"""Safetensors to parameters, by the table of the architecture.
+"""Load parameters from safetensors files, by the architecture's table of tensors.
 
-All headers are checked against the table before any tensor is read, so that a wrong file loads nothing.
+All headers are checked against the table before any tensor is read: a wrong file fails at once.
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ Params = dict[str, Any]  # nested dicts of arrays, as Flax modules take them
 Placement = Callable[[tuple[str, ...], tuple[int, ...]], jax.sharding.Sharding | None]
 
 FP8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
-SCALE_SUFFIXES = ("_scale", "_scale_inv")  # both multiply; the second is DeepSeek's and Qwen's name
-MOST_NAMED = 5  # problems spelled out in one error
+SCALE_SUFFIXES = ("_scale", "_scale_inv")  # names of dequantisation factors; the second is DeepSeek's and Qwen's
+MOST_NAMED = 5  # problems that one error lists
 
 
 @dataclass(frozen=True)
 class KVScales:
-    """What stored fp8 keys and values of each layer and kv head are multiplied by to be the real ones."""
+    """Scales of a stored fp8 KV cache, float32, for each layer and kv head: real value = stored value * scale."""
 
     k: Float[np.ndarray, "L K"]
     v: Float[np.ndarray, "L K"]
 
 
 def load_kv_scales(folder: Path, config: TargetConfig | DraftConfig) -> KVScales | None:
-    """Load the scales of an fp8 KV cache: one number a layer, or one a kv head; 1 where a checkpoint has none.
+    """Load the scales of an fp8 KV cache, which checkpoints give for each layer or for each kv head.
 
     Returns:
-        float32 scales, None if the checkpoint has none at all.
+        float32 scales, 1 where the checkpoint has none; None if it has no scale at all.
 
     Raises:
-        CheckpointError: a scale is no positive number, has another shape, or stands there under two names.
+        CheckpointError: a scale is not positive and finite, has a wrong shape, or is there under two names.
     """
     tensors = list_tensors(folder)
-    found = {x: [_kv_scale(tensors, config, i, x) for i in range(config.num_hidden_layers)] for x in ("k", "v")}
-    if all(scale is None for scales in found.values() for scale in scales):
+    scales_of = {x: [_kv_scale(tensors, config, i, x) for i in range(config.num_hidden_layers)] for x in ("k", "v")}
+    if all(scale is None for scales in scales_of.values() for scale in scales):
         return None
     one = np.ones(config.num_key_value_heads, np.float32)
-    k, v = (np.stack([one if scale is None else one * scale for scale in found[x]]) for x in ("k", "v"))
+    k, v = (np.stack([one if scale is None else one * scale for scale in scales_of[x]]) for x in ("k", "v"))
     return KVScales(k=k, v=v)
 
 
 def _kv_scale(
     tensors: dict[str, TensorInfo], config: TargetConfig | DraftConfig, layer: int, x: str
 ) -> np.ndarray | None:
-    """The scale [] or [K] of the keys or values of a layer, if there is one."""
+    """The scale [] or [K] of a layer's keys (x = k) or values (x = v); None if the checkpoint has none."""
     infos = [tensors[name] for name in kv_scale_names(config, layer, x) if name in tensors]
     if not infos:
         return None
@@ -103,9 +103,9 @@ def load_params(
 
     Args:
         folder: holds `*.safetensors`, with or without an index.
-        config: of the model in it.
+        config: the model's.
         dtype: float32 or bfloat16; tensors of other float types are converted, fp8 ones with their scales.
-        place: sharding of an array, given its letters and shape; None leaves it on the default device.
+        place: gives the sharding of an array by its axes and shape; None leaves it on the default device.
         transpose: hold projections as `Transposed`, as CPUs want them.
 
     Returns:
@@ -134,7 +134,7 @@ def load_params(
 def _check(
     folder: Path, tensors: dict[str, TensorInfo], table: dict[str, str], config: TargetConfig | DraftConfig
 ) -> None:
-    """One error for everything that does not fit: file, tensor, what was expected, what was found."""
+    """Raise one error for all tensors that do not fit the table, with file, tensor, expected and actual shape."""
     problems = []
     for name, axes in table.items():
         expected, info = checkpoint_shape(axes, config), tensors.get(name)
@@ -158,14 +158,14 @@ def _check(
         if base not in table or base not in tensors or tensors[base].dtype not in FP8:
             problems.append(f"{info.file}: tensor {name!r} of shape {list(info.shape)} is surplus")
     if problems:
-        more = f"; and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
+        rest = f"; and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
         raise CheckpointError(
-            "; ".join(problems[:MOST_NAMED]) + more + ". Check that config.json and the weights belong together."
+            "; ".join(problems[:MOST_NAMED]) + rest + ". Check that config.json and the weights belong together."
         )
 
 
 def _read(tensors: dict[str, TensorInfo], name: str, config: TargetConfig | DraftConfig) -> np.ndarray:
-    """A tensor in the checkpoint's shape; an fp8 tensor comes dequantised to float32 if it has a scale."""
+    """Load a tensor in the checkpoint's shape; one that has a scale is dequantised to float32."""
     array = tensors[name].load()
     for suffix in SCALE_SUFFIXES:
         scale = tensors.get(name + suffix)
@@ -176,14 +176,15 @@ def _read(tensors: dict[str, TensorInfo], name: str, config: TargetConfig | Draf
 
 
 def _spread(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None, info: TensorInfo) -> np.ndarray:
-    """A scale for the whole tensor, for each row, or for each block, made to broadcast against the tensor."""
+    """Expand a scale of the whole tensor, of each row or of each block so that it broadcasts against the tensor."""
     if scale.size == 1:
         return scale.reshape(())
     if scale.size == shape[0] and scale.shape[0] == shape[0]:
         return scale.reshape(-1, *[1] * (len(shape) - 1))
-    if block is not None and scale.shape == tuple(-(-length // b) for length, b in zip(shape, block, strict=True)):
-        rows, columns = (np.arange(length) // b for length, b in zip(shape, block, strict=True))
-        return scale[rows][:, columns]
+    if block is not None and len(shape) == 2:
+        rows, columns = (np.arange(length) // side for length, side in zip(shape, block, strict=True))
+        if scale.shape == (rows[-1] + 1, columns[-1] + 1):
+            return scale[rows][:, columns]
     raise CheckpointError(
         f"{info.file}: tensor {info.name!r} of shape {list(scale.shape)} fits neither the whole, nor the rows, nor the "
         f"blocks {block} of the weight {list(shape)}; check weight_block_size in config.json."

@@ -1,7 +1,7 @@
-"""Tensors of a model folder, memory-mapped.
+"""Memory-mapped tensors of a model folder.
 
-The safetensors package cannot give fp8 tensors to numpy, and would copy what it gives; so the (simple) format
-is read here: 8 bytes of header length, a JSON header, raw little-endian data.
+The safetensors package cannot give fp8 tensors to numpy, and copies what it gives. So the format is read here; it is
+simple: 8 bytes of header length, a JSON header, raw little-endian data.
 Source: https://github.com/huggingface/safetensors#format
 """
 
@@ -44,7 +44,7 @@ DTYPES: Mapping[str, np.dtype] = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor stands: nothing of it is read before `load`."""
+    """A tensor's place in a file; its data is read by `load` only."""
 
     file: Path
     name: str
@@ -60,11 +60,11 @@ class TensorInfo:
 
 
 def list_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a model folder: of the files of its index, of `model.safetensors`, or of all files.
+    """Every tensor of a model folder by name, from the files of its index, else `model.safetensors`, else all files.
 
     Raises:
-        CheckpointError: no weights, a file that the index names is absent, a file is truncated or corrupt, or
-            a tensor stands in two files.
+        CheckpointError: there are no weights, a file of the index is absent, a file is truncated or corrupt, or a
+            tensor is in two files.
     """
     tensors: dict[str, TensorInfo] = {}
     for file in _weight_files(folder):

@@ -1,22 +1,27 @@
-"""The declarative table of every architecture: names, shapes and orders of its tensors.
+"""Tables of tensors: the name, shape and axis order of every tensor of every architecture.
 
-A table maps a tensor's name in the checkpoint to its axes, written in the project's letters:
+A table maps a tensor's name in the checkpoint to its axes, one letter an axis:
 
-    V vocabulary · U draft vocabulary · D model width · C concatenated taps · F mlp width
-    N query heads · K kv heads · H head size · R query heads of a kv head · J tensors side by side
-    E equal parts of the mlp width · I rows of such a part
+    V vocabulary · U draft vocabulary · D model width · C captured features, D of each capture layer · F mlp width
+    N query heads · K kv heads · H head size
 
-Axes in parentheses are one axis in the checkpoint and several in our arrays: `"D (N H)"` is stored as
-[D, N*H] and held as [D, N, H]. Our arrays keep the checkpoint's order [out, in], which is the K-major operand
-that the tensor cores want, so loading a tensor is a reshape of the mapped file; only CPUs want it transposed.
+Axes in parentheses are one axis in the checkpoint and several in our arrays: `"D (N H)"` is stored as [D, N*H] and held
+as [D, N, H]. Our arrays keep the checkpoint's order [out, in]: tensor cores want that K-major operand, and loading a
+tensor is a reshape of the mapped file. (CPUs hold the transpose: `formats.transposed`.)
 
-Projections of the same input are one array, so that one matrix product reads them: `FUSED`. Those of the heads lie
-side by side within each kv head, as "(K R H) D" for queries and "(K 1 H) D" for keys and values become [K, J, H, D]
-with J = R + 2, so that devices which share the kv heads hold whole groups of heads; those of the mlp within each of E
-parts. The letter that devices may share comes first, so that such an array is one matrix [rows, D] on each of them.
+Projections of the same input are held as one array, so that one matrix product reads them all (`FUSED`). Four letters
+exist for that alone:
 
-The same table declares the Flax parameters (`declare`), tells the loader what must be in the files and the exporter
-what to write (`parameters_of`), and gives each array its sharding (`Parameter.axes`).
+    R query heads of a kv head, N / K · J tensors side by side in a fused array
+    E equal parts of the mlp width · I width of such a part, F / E
+
+Heads are fused within each kv head: queries "(K R H) D", keys and values "(K 1 H) D" become [K, J, H, D] with
+J = R + 2, the kv head's R query heads, then its key, then its value. Gate and up, both "(E 1 I) D", become
+[E, J, I, D] with J = 2. So the axis that devices share, K or E, comes first: each device holds whole groups of heads
+or parts of the mlp, and its share of the array is one matrix [rows, D].
+
+The same table declares the Flax parameters (`declare`), lists what must be in the files and what the exporter writes
+(`parameters_of`), and gives each array its sharding (`Parameter.axes`).
 """
 
 from __future__ import annotations
@@ -37,32 +42,40 @@ from dflash_jax.spec import DecoderConfig, DraftConfig, TargetConfig
 Table = dict[str, str]  # tensor name -> axes
 T = TypeVar("T")
 
-# Parameters, and the tensors that lie side by side in them. The contexts of a drafter need its keys and values alone.
+# Fused parameters, and the tensors in each. A drafter's queries stay apart: its context needs keys and values alone.
 FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "target": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
     "draft": {"kv_proj": ("k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
 }
 
-MOST_PARTS = 16  # of the mlp width: as many devices can share it
+MOST_PARTS = 16  # parts of the mlp width (E): at most so many devices can share it
 
-PROJECTIONS = ("qkv_proj", "q_proj", "kv_proj", "o_proj", "gate_up_proj", "down_proj", "fc")  # matrices but the head
-
-# Tensors that checkpoints carry and no model of ours needs.
+# All matrices except the head.
+PROJECTIONS = (
+    "qkv_proj",
+    "q_proj",
+    "kv_proj",
+    "o_proj",
+    "gate_up_proj",
+    "down_proj",
+    "fc",
+)
+# Tensors that checkpoints may hold and our models do not need.
 IGNORED_TENSORS = re.compile(
-    r"(^|\.)rotary_emb\.inv_freq$"  # recomputed; old Llama files store it
+    r"(^|\.)rotary_emb\.inv_freq$"  # recomputed; old Llama files have it
     r"|\.input_scale$"  # static activation scales: weights are dequantised at load
-    r"|\.self_attn\.(attn\.)?(q|prob)_scale$|\.q_proj\.(q|output)_scale$"  # of fp8 queries: ours are not quantised
+    r"|\.self_attn\.(attn\.)?(q|prob)_scale$|\.q_proj\.(q|output)_scale$"  # for fp8 queries: ours are not quantised
     r"|^(embed_tokens|verifier_lm_head|verifier_norm)\.weight$|^t2d$"  # speculators: copies of the target's
 )
 
-# Where checkpoints keep the scale of an attention's stored keys (x = k) and values (x = v); real = stored * scale.
+# Names of the scale of a layer's stored keys (x = k) and values (x = v); real value = stored value * scale.
 KV_SCALE_NAMES = (
-    "{x}_scale",  # compressed-tensors, and what the older names became
-    "attn.{x}_scale",  # vLLM's own
+    "{x}_scale",  # compressed-tensors, which replaced the older names
+    "attn.{x}_scale",  # vLLM
     "{x}_proj.{x}_scale",  # ModelOpt
-    "{x}_proj.output_scale",  # Quark, and compressed-tensors at first
+    "{x}_proj.output_scale",  # Quark, and early compressed-tensors
     "qkv_proj.{x}_scale",
-    "kv_scale",  # one for both, as AutoFP8 wrote it
+    "kv_scale",  # AutoFP8: one scale for both
 )
 
 
@@ -116,13 +129,13 @@ def checkpoint_table(config: TargetConfig | DraftConfig) -> Table:
 
 
 def kv_scale_names(config: TargetConfig | DraftConfig, layer: int, x: str) -> list[str]:
-    """Every full name that the scale of a layer's keys (x = k) or values (x = v) may have."""
+    """Every full tensor name that a layer's scale of keys (x = k) or values (x = v) may have in a checkpoint."""
     prefix = "model." if isinstance(config, TargetConfig) else ""
     return [f"{prefix}layers.{layer}.self_attn.{name.format(x=x)}" for name in KV_SCALE_NAMES]
 
 
 def sizes(config: DecoderConfig) -> dict[str, int]:
-    """The number behind each letter."""
+    """The length of each letter's axis."""
     parts = math.gcd(config.intermediate_size, MOST_PARTS)
     letters = {
         "V": config.vocab_size,
@@ -151,12 +164,12 @@ def checkpoint_shape(axes: str, config: DecoderConfig) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Parameter:
-    """An array of ours, made of one tensor of a checkpoint or of several side by side.
+    """A parameter array, made of one checkpoint tensor or of several side by side.
 
     Attributes:
-        path: where it stands in the parameters: `layers_3`, `mlp`, `gate_up_proj`.
-        axes: its letters, one a dimension.
-        parts: the shape of each tensor in it, by the tensor's name in the checkpoint.
+        path: its keys in the parameters, for example `layers_3`, `mlp`, `gate_up_proj`.
+        axes: one letter for each axis.
+        parts: for each tensor in it, by its checkpoint name, the shape that the tensor has in the array.
     """
 
     path: tuple[str, ...]
@@ -164,63 +177,63 @@ class Parameter:
     parts: Mapping[str, tuple[int, ...]]
 
     def of(self, params: Mapping[str, Any]) -> Any:
-        """What stands there in a model's parameters."""
+        """The parameter's entry in a model's parameters."""
         return reduce(getitem, self.path, params)
 
     @property
     def axis(self) -> int:
-        """Along which the parts lie side by side."""
+        """The axis along which the parts lie side by side."""
         return self.axes.index("J") if "J" in self.axes else 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array."""
+        """Shape of the array."""
         first, *_ = shapes = list(self.parts.values())
         return (*first[: self.axis], sum(shape[self.axis] for shape in shapes), *first[self.axis + 1 :])
 
     def join(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The array, of tensors in the checkpoint's shapes."""
+        """Build the array from tensors in the checkpoint's shapes."""
         parts = [tensors[name].reshape(shape) for name, shape in self.parts.items()]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self.axis)
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
-        """The tensors in it, in our shapes."""
+        """The tensors in the array, by checkpoint name, in the shapes of `parts`."""
         ends = np.cumsum([shape[self.axis] for shape in self.parts.values()])
         return dict(zip(self.parts, np.split(array, ends[:-1], axis=self.axis), strict=True))
 
 
 def output_axes(axes: tuple[str, ...]) -> int:
-    """How many axes of a matrix are those of its output rows: [D, ...] gives the model's width, [..., D] takes it."""
+    """Number of output axes of a matrix: 1 if it projects to the model width, [D, ...], else all but the last."""
     return 1 if axes[0] == "D" else len(axes) - 1
 
 
 def parameters_of(table: Table, config: DecoderConfig) -> list[Parameter]:
-    """The arrays that hold the tensors of a table; their paths begin where its names do."""
+    """The parameter arrays that hold the tensors of a table; paths are relative to the same module as its names."""
     letters = sizes(config)
     fused = FUSED["draft" if isinstance(config, DraftConfig) else "target"]
-    whole = {part: name for name, parts in fused.items() for part in parts}
-    found: dict[tuple[str, ...], Parameter] = {}
+    fused_name = {part: name for name, parts in fused.items() for part in parts}
+    parameters: dict[tuple[str, ...], Parameter] = {}
     for tensor, axes in table.items():
         *outer, name = re.sub(r"\.weight$", "", re.sub(r"\.bias$", "_bias", tensor)).split(".")
         base = name.removesuffix("_bias")
-        path = _modules(outer) + (whole.get(base, base) + name.removeprefix(base),)
+        path = _modules(outer) + (fused_name.get(base, base) + name.removeprefix(base),)
         array_axes = tuple(re.findall(r"\w", axes))
         shape = tuple(letters[axis] for axis in array_axes)
-        before = found[path].parts if path in found else {}
-        if base in whole:
+        parts = parameters[path].parts if path in parameters else {}
+        if base in fused_name:
             array_axes = tuple("J" if axis in "R1" else axis for axis in array_axes)
-        found[path] = Parameter(path, array_axes, {**before, tensor: shape})
-    return list(found.values())
+        parameters[path] = Parameter(path, array_axes, {**parts, tensor: shape})
+    return list(parameters.values())
 
 
 def _modules(names: list[str]) -> tuple[str, ...]:
-    """`model.layers.3.mlp` -> (layers_3, mlp)."""
+    """Flax module names of a checkpoint prefix: `model.layers.3.mlp` -> (layers_3, mlp)."""
     joined = re.sub(r"^model(\.|$)", "", ".".join(names))
     return tuple(filter(None, re.sub(r"layers\.(\d+)", r"layers_\1", joined).split(".")))
 
 
 def build(parameters: Iterable[Parameter], make: Callable[[Parameter], T]) -> dict[str, Any]:
-    """Nested dicts, as Flax modules take them, with something for each parameter."""
+    """Nested dicts as Flax modules take them, with `make(parameter)` at the path of each parameter."""
     tree: dict[str, Any] = {}
     for parameter in parameters:
         *outer, leaf = parameter.path
@@ -232,7 +245,7 @@ def build(parameters: Iterable[Parameter], make: Callable[[Parameter], T]) -> di
 
 
 def checkpoint_tensors(config: TargetConfig | DraftConfig, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The tensors of a checkpoint by name, in its shapes, out of a model's parameters; on the host."""
+    """The checkpoint tensors of a model's parameters by name, in the checkpoint's shapes, on the host."""
     table, tensors = checkpoint_table(config), {}
     for parameter in parameters_of(table, config):
         for name, part in parameter.split(np.asarray(parameter.of(params))).items():
@@ -244,12 +257,12 @@ def declare(module: nn.Module, table: Table, config: DecoderConfig) -> dict[str,
     """Declare a module's parameters from its table.
 
     Returns:
-        By their local name (`o_proj`, `o_proj_bias`), arrays or what stands in their place (`Quantized`, `Transposed`).
+        Arrays, or weights of another format, by their local names (`o_proj`, `o_proj_bias`).
     """
     declared: dict[str, Any] = {}
     for parameter in parameters_of(table, config):
         (name,) = parameter.path
-        if module.has_variable("params", name):  # Flax would take the shape of what is inside for a weight's own
+        if module.has_variable("params", name):  # Flax would compare the shape with that of the arrays inside a weight
             declared[name] = module.get_variable("params", name)
         else:
             declared[name] = module.param(name, initializer(parameter), parameter.shape)
@@ -257,7 +270,7 @@ def declare(module: nn.Module, table: Table, config: DecoderConfig) -> dict[str,
 
 
 def initializer(parameter: Parameter) -> nn.initializers.Initializer:
-    """Random weights for a model made from nothing: norms at one, biases at zero, the rest N(0, 0.02)."""
+    """Initial values of a new model: norms one, biases zero, everything else N(0, 0.02)."""
     name = parameter.path[-1]
     if name.endswith("norm"):
         return nn.initializers.ones

@@ -1,8 +1,7 @@
-"""Matrices in fp8, and products with them in fp8: a drafter's weights are read in half the time of bfloat16.
+"""Weights in fp8 (e4m3) with one scale for each output row: a drafter reads them in half the time of bfloat16.
 
-Both operands are e4m3, the weights ahead of time and the activations on the way, each row with a scale of its own, so
-that the product is the tensor cores' and the scales are applied behind it. Only a drafter may be quantised so: what it
-says less exactly costs acceptance, and never changes an output.
+Activations are quantised to e4m3 as well, one scale for each token, so tensor cores multiply fp8 by fp8 and the scales
+are applied to the product. Only drafters are quantised so: their errors cost acceptance and never change an output.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from dflash_jax.weights.tables import PROJECTIONS, Parameter, build, checkpoint_
 from pallas_kernels import gated, largest, largest_product, product, quantize_gated, quantize_rows, split_product
 
 QUANTIZED = (*PROJECTIONS, "lm_head")
-CONTEXT = "context_kv_proj"  # keys and values of all layers, of the context alone
+CONTEXT = "context_kv_proj"  # projects the context to keys and values of all layers at once
 
 Place = Callable[[tuple[str, ...], tuple[int, ...]], Sharding]
 
@@ -118,7 +117,7 @@ class Quantized:
 
 
 def to_e4m3(x: Float[Array, "..."], rows: int) -> tuple[Float8e4m3fn[Array, "..."], Float[Array, "..."]]:
-    """Numbers in e4m3 and their float32 scales, one for each row of the first `rows` axes: x = numbers * scales."""
+    """Quantise to e4m3 with a float32 scale for each row, rows being the first `rows` axes: x = numbers * scales."""
     numbers, scales = quantize_rows(x.reshape(*x.shape[:rows], -1), implementation="reference")
     return numbers.reshape(x.shape), scales
 
@@ -128,29 +127,32 @@ def quantize_draft(
 ) -> dict[str, Any]:
     """A drafter's parameters with quantised projections and a quantised head.
 
+    Queries are joined to keys and values in `qkv_proj`, since blocks need all of them. The context needs keys and
+    values alone, of all layers at once: `CONTEXT`.
+
     Args:
-        params: of the drafter; they stay as they are, and their memory goes when nobody holds them.
-        config: of the drafter.
-        target: the target's parameters, of whose head a drafter without one gets a copy as `lm_head`.
-        place: sharding of an array, given its letters and shape.
+        params: the drafter's parameters; they are left unchanged.
+        config: the drafter's.
+        target: the target's parameters; a drafter without a head gets a quantised copy of theirs as `lm_head`.
+        place: gives the sharding of an array by its axes and shape.
     """
 
     def quantized(parameter: Parameter) -> Any:
         array = parameter.of(params)
         return _quantized(array, parameter.axes, place) if parameter.path[-1] in QUANTIZED else array
 
-    found = build(parameters_of(checkpoint_table(config), config), quantized)
-    if "lm_head" not in found:
-        found["lm_head"] = _quantized(target.get("lm_head", target["embed_tokens"]), ("V", "D"), place)
-    attentions = [found[f"layers_{i}"]["self_attn"] for i in range(config.num_hidden_layers)]
+    small = build(parameters_of(checkpoint_table(config), config), quantized)
+    if "lm_head" not in small:
+        small["lm_head"] = _quantized(target.get("lm_head", target["embed_tokens"]), ("V", "D"), place)
+    attentions = [small[f"layers_{i}"]["self_attn"] for i in range(config.num_hidden_layers)]
     for ending in ("", "_bias"):
         if f"kv_proj{ending}" in attentions[0]:
-            found[f"{CONTEXT}{ending}"] = _joined(*_join_queries(attentions, ending))
-    return found
+            small[f"{CONTEXT}{ending}"] = _joined(*_join_queries(attentions, ending))
+    return small
 
 
 def _join_queries(attentions: Iterable[dict[str, Any]], ending: str) -> list[Any]:
-    """Make one array of all projections of each block; returns those without queries, which its context wants."""
+    """Join queries to keys and values in each layer, in place; returns the projections to keys and values alone."""
     keys_values = []
     for attention in attentions:
         keys_values.append(attention.pop(f"kv_proj{ending}"))
@@ -159,12 +161,12 @@ def _join_queries(attentions: Iterable[dict[str, Any]], ending: str) -> list[Any
 
 
 def _joined(*weights: Any) -> Any:
-    """Projections of heads [K, J, ..] side by side within each kv head."""
+    """Join projections of heads [K, J, ...] within each kv head, along J."""
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=1), *weights)
 
 
 def _quantized(weight: Array, axes: tuple[str, ...], place: Place) -> Quantized:
-    """A weight in fp8, split over the devices as it was."""
+    """Quantise a weight; numbers and scales are split over the devices as `place` says."""
     rows = output_axes(axes)
     placed = place(axes, weight.shape), place(axes[:rows], weight.shape[:rows])
     values, scales = _quantize(weight, rows=rows, placed=placed)

@@ -1,7 +1,7 @@
-"""Matrices with their inputs first, for CPUs: XLA multiplies few rows, which is what rounds have, by them faster there.
+"""Weights stored as [inputs, outputs], for CPUs: XLA's CPU products of few rows, as rounds have, are faster so.
 
-Two to sixteen rows took 15 to 37 % less time (JAX 0.10.2, two cores), one row and 64 or more the same. In bfloat16,
-which a drafter may have, eight and sixteen rows take 40 % less again.
+Two to sixteen rows took 15 to 37 % less time (JAX 0.10.2, two cores); one row, and 64 or more, took the same. In
+bfloat16, which drafters may use, eight and sixteen rows take 40 % less again.
 """
 
 from __future__ import annotations
@@ -79,22 +79,22 @@ class Transposed:
 
 
 def narrowed(params: Mapping[str, Any], target: Mapping[str, Any], dtype: jnp.dtype) -> dict[str, Any]:
-    """A drafter's parameters with its matrices in another dtype, and with a copy of the head for itself.
+    """A drafter's parameters with matrices and head in another dtype, all `Transposed`.
 
     Args:
-        params: of the drafter, whose projections are `Transposed`.
-        target: the target's parameters, of whose head a drafter without one gets a copy as `lm_head`.
-        dtype: what its products are computed in, summed in float32.
+        params: the drafter's parameters, whose projections are `Transposed`.
+        target: the target's parameters; a drafter without a head gets a copy of theirs as `lm_head`.
+        dtype: dtype that products are computed in; they are summed in float32.
     """
 
     def narrow(leaf: Any) -> Any:
         return Transposed(leaf.values.astype(dtype), leaf.shape) if isinstance(leaf, Transposed) else leaf
 
-    found = jax.tree.map(narrow, dict(params), is_leaf=lambda leaf: isinstance(leaf, Transposed))
+    small = jax.tree.map(narrow, dict(params), is_leaf=lambda leaf: isinstance(leaf, Transposed))
     head = params.get("lm_head", target.get("lm_head", target["embed_tokens"]))
-    return found | {"lm_head": Transposed(jnp.asarray(head.T, dtype), head.shape)}
+    return small | {"lm_head": Transposed(jnp.asarray(head.T, dtype), head.shape)}
 
 
 def inputs_first(weight: np.ndarray, rows: int) -> np.ndarray:
-    """The matrix [inputs, output rows] of a weight whose first `rows` axes are those of its output rows."""
+    """The matrix [inputs, outputs] of a weight whose first `rows` axes are its output axes."""
     return np.ascontiguousarray(weight.reshape(int(np.prod(weight.shape[:rows])), -1).T)
