@@ -137,7 +137,7 @@ def assert_empty(engine) -> None:
     """Nothing runs, and every page is free."""
     assert engine.is_idle
     engine.scheduler.check_integrity()
-    for pool in (engine.scheduler.full, engine.scheduler.sliding):
+    for pool in engine.scheduler.pools:
         assert pool.num_free == pool.num_pages
 
 

@@ -178,7 +178,7 @@ def test_books_that_contradict_themselves_end_no_engine(monkeypatch, caplog):
         monkeypatch.setattr(scheduler, "check_integrity", lambda: (events.append("check"), check()))
         monkeypatch.setattr(llm._thread, "_publish", lambda changed: (publish(changed), events.append("published")))
         given = prompt(*CASES[0]["input_ids"])
-        scheduler.full.take(2)  # that nobody will give back
+        scheduler.pools[0].take(2)  # that nobody will give back
         assert tokens_of([await last(llm.generate(given, greedy(80)))]) == [CASES[0]["output_ids"]]
         while "check" not in events:
             await asyncio.sleep(0.01)

@@ -214,7 +214,7 @@ def test_completions_share_the_pages_of_their_prompt(caching):
     request = llm.frontend.request(given, params)
     most_owned = 0
     for _ in llm.engine.run(request.sequences):
-        owned = [page for running in llm.engine.scheduler.running for page in running.full]
+        owned = [page for running in llm.engine.scheduler.running for page in running.units[0].ids]
         most_owned = max(most_owned, len(owned) - len(set(owned)))
         check(llm.engine)
     shared = (len(case["input_ids"]) - 1) // 4
@@ -244,9 +244,9 @@ def test_sliding_pages_stay_bounded(pair):
     llm = LLM(*pair[:2], max_num_seqs=1, page_size=4)
     engine, kept = llm.engine, []
     for _ in llm.stream(prompt(*[2] * 20), greedy(40)):
-        kept += [len(r.sliding) for r in engine.scheduler.running]
+        kept += [len(r.units[1].ids) for r in engine.scheduler.running]
         check(engine)
-    assert max(kept) <= engine.layout.sliding_pages <= 7
+    assert max(kept) <= engine.layout.groups[1].num_units <= 7
 
 
 def test_a_prompt_of_20000_tokens(tmp_path):
@@ -261,9 +261,9 @@ def test_a_prompt_of_20000_tokens(tmp_path):
     kept, outputs = [], []
     for output in llm.stream(given, greedy(24)):
         outputs.append(output)
-        kept += [len(r.sliding) for r in llm.engine.scheduler.running if r.is_prefilled]
+        kept += [len(r.units[1].ids) for r in llm.engine.scheduler.running if r.is_prefilled]
         check(llm.engine)
-    assert max(kept) <= llm.engine.layout.sliding_pages == 3
+    assert max(kept) <= llm.engine.layout.groups[1].num_units == 3
     plain = LLM(folders[0], max_num_seqs=1, max_num_batched_tokens=2048)
     assert tokens_of(outputs[-1:]) == tokens_of(plain.generate(given, greedy(24)))
     while not llm.engine.is_idle:

@@ -138,7 +138,7 @@ def caches_of(config, scales, *, devices=1, draft=None, **options):
 def step(params, caches, *, config):
     """The last hidden states of `TOKENS`, in two parts over one cache; and the pools after them."""
     table = np.arange(8).reshape(2, 4)
-    tables = Tables.pack(np.arange(2), np.zeros(2, int), table, table)
+    tables = Tables.pack(np.arange(2), [np.zeros(2, int)], [table] * 2)
     caches = caches.through(Tables(jnp.asarray(tables.packed)))
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
     for part in (slice(0, 16), slice(16, None)):

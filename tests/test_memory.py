@@ -24,6 +24,7 @@ from dflash_jax.engine.device.slots import DEFERRED
 from dflash_jax.options import EngineArgs, EngineConfig
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import draft_config, target_config
+from dflash_jax.state.group import PageGroup
 from dflash_jax.state.layout import Layout
 from tests.pairs import DRAFT, TARGET, write_model
 
@@ -139,7 +140,7 @@ def test_pools_take_the_memory_that_was_planned(devices, draft_dtype):
 
 
 def test_layers_share_pools():
-    layout = Layout(16, 4, full_pages=10, sliding_pages=3, window=7, table_width=5)
+    layout = Layout(16, 4, 5, (PageGroup(10, 16), PageGroup(3, 16, window=7)))
     places, pages = place_layers([SLIDING, FULL, SLIDING, SLIDING, FULL], layout, 1, jnp.dtype(jnp.float32))
     assert pages == [20, 9]
     assert places == ((SLIDING, 1, 0), (FULL, 0, 0), (SLIDING, 1, 3), (SLIDING, 1, 6), (FULL, 0, 10))
@@ -150,7 +151,7 @@ def test_layers_share_pools():
 @pytest.mark.parametrize("num_layers", [2, 3, 4, 5, 36])
 @pytest.mark.parametrize("gib", [2, 2.2, 3, 3.4, 3.66, 4, 4.1, 5])
 def test_no_pool_has_a_size_that_triton_cannot_address(gib, num_layers, dtype):
-    layout = Layout(16, 4, full_pages=10, sliding_pages=0, window=None, table_width=5)
+    layout = Layout(16, 4, 5, (PageGroup(10, 16), PageGroup(0, 16)))
     page_bytes = int(gib * GIB) // (10 * num_layers)
     places, pages = place_layers([FULL] * num_layers, layout, page_bytes, jnp.dtype(dtype))
     assert sum(pages) == 10 * num_layers
@@ -164,7 +165,7 @@ def test_no_pool_has_a_size_that_triton_cannot_address(gib, num_layers, dtype):
 
 
 def test_a_layer_that_triton_cannot_address_is_logged(caplog):
-    layout = Layout(16, 4, full_pages=10, sliding_pages=0, window=None, table_width=5)
+    layout = Layout(16, 4, 5, (PageGroup(10, 16), PageGroup(0, 16)))
     assert place_layers([FULL], layout, 3 * GIB // 10, jnp.dtype(jnp.float8_e4m3fn))[1] == [10]
     assert "3.00 GiB" in caplog.text
     assert "kv_cache_memory_bytes" in caplog.text

@@ -7,14 +7,17 @@ from dflash_jax.base.values import CompletionOutput
 from dflash_jax.engine.host import scheduler as module
 from dflash_jax.engine.host.scheduler import Scheduler
 from dflash_jax.engine.host.sequence import Sequence
+from dflash_jax.state.group import UNLIMITED, PageGroup, Shared, StateGroup
 from dflash_jax.state.layout import Layout
+from dflash_jax.state.pages import NO_PAGE
 
 PAGE, BLOCK, WINDOW, WIDTH = 4, 4, 8, 32
 
 
 def scheduler_of(*, pages=64, sliding_pages=0, slots=4):
     window = WINDOW if sliding_pages else None
-    return Scheduler(Layout(PAGE, BLOCK, pages, sliding_pages, window, WIDTH), slots)
+    groups = PageGroup(pages, PAGE), PageGroup(sliding_pages, PAGE, window)
+    return Scheduler(Layout(PAGE, BLOCK, WIDTH, groups), slots)
 
 
 def sequence_of(*token_ids, max_new_tokens=40, salt=b"", first=None, index=0, **params):
@@ -51,7 +54,7 @@ def emit(scheduler, running, *token_ids):
 
 def pages_of(scheduler):
     """Free pages of every pool, those free for longest first."""
-    return [list(pool._free) for pool in (scheduler.full, scheduler.sliding)]
+    return [list(pool._free) for pool in scheduler.pools]
 
 
 @pytest.fixture
@@ -95,7 +98,7 @@ def test_other_completions_wait_for_the_pages_of_the_first():
     assert scheduler.admit() == []
     prefill(scheduler, running)
     (other,) = scheduler.admit()
-    assert other.full[:2] == running.full[:2]
+    assert other.units[0].ids[:2] == running.units[0].ids[:2]
     assert other.prefilled == 8
 
 
@@ -122,12 +125,12 @@ def test_a_hit_shares_whole_pages_of_the_same_beginning_and_salt():
     hit, other, salted = admit(
         scheduler, sequence_of(*range(9), 99, 98), sequence_of(50, *range(1, 12)), sequence_of(*range(12), salt=b"x")
     )
-    assert hit.full[:2] == running.full[:2]
-    assert hit.full[2] != running.full[2]
+    assert hit.units[0].ids[:2] == running.units[0].ids[:2]
+    assert hit.units[0].ids[2] != running.units[0].ids[2]
     assert (hit.prefilled, other.prefilled, salted.prefilled) == (8, 0, 0)
     assert hit.sequence.num_cached_tokens == 8
     assert scheduler.num_prefix_hits == 8
-    assert scheduler.full_table[hit.slot, :2].tolist() == hit.full[:2]
+    assert scheduler.tables[0][hit.slot, :2].tolist() == hit.units[0].ids[:2]
 
 
 def test_the_last_token_of_a_prompt_is_never_a_hit():
@@ -153,20 +156,20 @@ def test_a_hit_takes_over_the_window_and_no_more():
     prefill(scheduler, running)
     (hit,) = admit(scheduler, sequence_of(*range(24), 99))
     assert hit.prefilled == 24
-    assert hit.sliding_start == (25 - WINDOW + 1) // PAGE == 4  # the first page that position 25 sees
-    assert list(hit.sliding)[:2] == list(running.sliding)[4 - running.sliding_start : 6 - running.sliding_start]
-    assert scheduler.sliding_from[hit.slot] == 4 * PAGE
+    assert hit.units[1].start == (25 - WINDOW + 1) // PAGE == 4  # the first page that position 25 sees
+    assert hit.units[1].ids[:2] == running.units[1].ids[4 - running.units[1].start : 6 - running.units[1].start]
+    assert scheduler.valid_from[1][hit.slot] == 4 * PAGE
 
 
 def test_a_hit_whose_window_is_gone_is_masked_where_it_ended():
     scheduler = scheduler_of(sliding_pages=40)
     (running,) = admit(scheduler, sequence_of(*range(24)))
     prefill(scheduler, running)
-    scheduler.sliding.forget_all()
+    scheduler.pools[1].forget_all()
     (hit,) = admit(scheduler, sequence_of(*range(24), 99))
     assert hit.prefilled == 24
-    assert hit.sliding_start == 6
-    assert scheduler.sliding_from[hit.slot] == 24
+    assert hit.units[1].start == 6
+    assert scheduler.valid_from[1][hit.slot] == 24
 
 
 def test_what_was_emitted_before_a_preemption_is_taken_over():
@@ -201,14 +204,14 @@ def test_a_round_has_pages_ahead_and_sliding_ones_come_back():
     most = 0
     for token in range(60):
         assert scheduler.reserve_round(running)
-        assert len(running.full) * PAGE >= running.length + BLOCK
-        assert running.sliding_start <= max(running.length - WINDOW + 1, 0) // PAGE
-        most = max(most, len(running.sliding))
+        assert len(running.units[0].ids) * PAGE >= running.length + BLOCK
+        assert running.units[1].start <= max(running.length - WINDOW + 1, 0) // PAGE
+        most = max(most, len(running.units[1].ids))
         emit(scheduler, running, token)
     assert most <= (WINDOW + 3 * BLOCK) // PAGE + 1
     scheduler.release(running)
-    assert scheduler.sliding.num_free == 10
-    assert scheduler.full.num_free == 64
+    assert scheduler.pools[1].num_free == 10
+    assert scheduler.pools[0].num_free == 64
 
 
 def test_rounds_in_flight_reserve_a_block_each():
@@ -217,7 +220,7 @@ def test_rounds_in_flight_reserve_a_block_each():
     prefill(scheduler, running)
     running.in_flight = 1
     assert scheduler.reserve_round(running)
-    assert len(running.full) * PAGE == 8 + 2 * BLOCK
+    assert len(running.units[0].ids) * PAGE == 8 + 2 * BLOCK
 
 
 def test_who_came_last_waits_in_front_of_all_others():
@@ -235,7 +238,7 @@ def test_after_a_failed_step_all_wait_in_their_order():
     admit(scheduler, sequence_of(1), sequence_of(2), sequence_of(3))
     assert [s.prompt_token_ids for s in scheduler.requeue()] == [[1], [2]]
     assert [s.prompt_token_ids for s in scheduler.waiting] == [[1], [2], [3]]
-    assert scheduler.full.num_free == 64
+    assert scheduler.pools[0].num_free == 64
     scheduler.check_integrity()
 
 
@@ -267,7 +270,54 @@ def test_a_round_that_gets_no_pages_changes_nothing():
     (running,) = admit(scheduler, sequence_of(*range(16)))
     prefill(scheduler, running)
     running.in_flight = 2
-    before, tables = pages_of(scheduler), scheduler.full_table.copy()
+    before, tables = pages_of(scheduler), scheduler.tables[0].copy()
     assert not scheduler.reserve_round(running)
     assert pages_of(scheduler) == before
-    assert (scheduler.full_table == tables).all()
+    assert (scheduler.tables[0] == tables).all()
+
+
+# --- groups of other kinds
+
+
+class OneState:
+    """A group that keeps one state of a sequence, of whatever length, and has no snapshots to share."""
+
+    def __init__(self, num_units):
+        self.num_units = num_units
+
+    def units_for(self, length):
+        return 1
+
+    def holds(self, units):
+        return UNLIMITED if units else 0
+
+    def first_kept(self, length):
+        return 0
+
+    def longest_hit(self, pool, hashes):
+        return 0
+
+    def shared(self, pool, hashes, length):
+        return Shared([], 0, 0)
+
+    def whole_pages(self, units, first, last):
+        return first, []
+
+
+def test_a_group_may_keep_one_state_of_each_sequence():
+    """The scheduler knows no kinds: a state is taken at the start, lasts to the end, and bounds who starts and hits."""
+    groups: tuple[StateGroup, ...] = PageGroup(64, PAGE), PageGroup(40, PAGE, WINDOW), OneState(2)
+    scheduler = Scheduler(Layout(PAGE, BLOCK, WIDTH, groups), 4)
+    first, second = admit(scheduler, *(sequence_of(*range(12), max_new_tokens=100) for _ in range(3)))
+    assert [r.units[2].ids for r in (first, second)] == [[0], [1]]
+    assert scheduler.tables[2][:2, :2].tolist() == [[0, NO_PAGE], [1, NO_PAGE]]
+    prefill(scheduler, first)
+    for token in range(40):
+        assert scheduler.reserve_round(first)
+        emit(scheduler, first, token)
+    assert first.units[2].ids == [0]
+    scheduler.release(first)
+    (third,) = scheduler.admit()
+    assert third.units[2].ids == [0]
+    assert third.prefilled == 0  # its pages are known, and the state at their end is not
+    scheduler.check_integrity()

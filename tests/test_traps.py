@@ -210,7 +210,7 @@ def test_drafter_context_holds_features_and_nothing_of_the_block(plain):
         changed = enqueue(planned)
         if planned.length > 1:
             scheduler, runner = engine.scheduler, engine.runner
-            kept["full"], kept["sliding"] = scheduler.full_table[0].copy(), scheduler.sliding_table[0].copy()
+            kept["full"], kept["sliding"] = (table[0].copy() for table in scheduler.tables)
             caches = runner.caches.draft
             kept["keys"], kept["places"] = [np.asarray(k) for k in caches.keys], caches.places
             kept["length"] = int(runner.slots.length[0])

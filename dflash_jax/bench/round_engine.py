@@ -191,7 +191,7 @@ def step(engine: Engine, sequences: Seq[Sequence]) -> None:
         if sequence.suspect:
             raise DFlashError("a step failed, and the log says why; try a smaller cell.")
     if waiting := len(engine.scheduler.waiting):
-        tokens = engine.layout.full_pages * engine.layout.page_size
+        tokens = engine.layout.num_tokens
         raise DFlashError(
             f"{waiting} of {len(sequences)} sequences found no pages in a cache of {tokens:,} tokens; lower "
             "--batch-size or --context, or raise --gpu-memory-utilization or --kv-cache-memory-bytes."

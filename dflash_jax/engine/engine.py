@@ -164,7 +164,7 @@ class Engine:
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            kv_cache_usage=1 - scheduler.full.num_free / scheduler.full.num_pages,
+            kv_cache_usage=scheduler.usage,
             num_prefix_queries=scheduler.num_prefix_queries,
             num_prefix_hits=scheduler.num_prefix_hits,
             num_preemptions=scheduler.num_preemptions,

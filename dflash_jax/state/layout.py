@@ -1,35 +1,33 @@
-"""How many pages there are, and of what size."""
+"""How much of each kind of state there is room for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dflash_jax.state.group import StateGroup
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the paged cache.
+    """Sizes of what is kept of sequences.
 
     Attributes:
-        page_size: S.
+        page_size: S, tokens a page; prefix hits cover whole pages.
         block: G, tokens that a round may write.
-        full_pages: of the group that keeps every token.
-        sliding_pages: of the group of sliding drafter layers.
-        window: W, the widest of these layers; None without any.
         table_width: M, pages of the longest sequence.
+        groups: of layers that keep the same; the first keeps every token.
     """
 
     page_size: int
     block: int
-    full_pages: int
-    sliding_pages: int
-    window: int | None
     table_width: int
+    groups: tuple[StateGroup, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences that the first group holds."""
+        return self.groups[0].num_units * self.page_size
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold positions 0..tokens-1."""
+        """Pages that hold positions 0 to `tokens` - 1."""
         return -(-tokens // self.page_size)
-
-    def first_seen(self, length: int) -> int:
-        """The first position that a query at `length` or later can see in a sliding layer."""
-        assert self.window is not None
-        return max(length - self.window + 1, 0)

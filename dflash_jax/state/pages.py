@@ -60,6 +60,16 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def known_end(self, hashes: Sequence[PageHash]) -> list[int]:
+        """Pages of the longest known end of a chain of hashes; owns none of them."""
+        pages = []
+        for page_hash in reversed(hashes):
+            page = self._page_of.get(page_hash)
+            if page is None:
+                break
+            pages.append(page)
+        return pages[::-1]
+
     def has_room(self, known: Iterable[int], number: int) -> bool:
         """Whether these known pages and so many others can be owned at once."""
         return number <= len(self._free) - sum(page in self._free for page in known)

@@ -16,6 +16,7 @@ from dflash_jax.engine.device.slots import DEFERRED, Caches
 from dflash_jax.options import EngineConfig
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import DecoderConfig, DraftConfig, TargetConfig
+from dflash_jax.state.group import PageGroup
 from dflash_jax.state.layout import Layout
 from dflash_jax.state.paged_kv import PagedKVCache, Place
 from dflash_jax.weights.loader import KVScales
@@ -27,7 +28,7 @@ SAMPLING_STATE_BYTES = 10  # of `Controls`, for each token of the vocabulary and
 ADDRESSABLE_BYTES = 2 << 30  # of the largest 8-bit pool below 4 GiB that Triton kernels can address
 FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 
-FULL, SLIDING = 0, 1  # KV groups
+FULL, SLIDING = 0, 1  # places of the groups in `Layout.groups`
 
 logger = logging.getLogger("dflash_jax")
 
@@ -80,7 +81,7 @@ def plan_layout(target: TargetConfig, draft: DraftConfig | None, config: EngineC
             f"of max_model_len={config.max_model_len} needs {width * size}; lower max_model_len, max_num_seqs or "
             "max_num_batched_tokens, or raise gpu_memory_utilization, kv_cache_memory_bytes or tensor_parallel_size."
         )
-    return Layout(size, block, full_pages, sliding_pages, window, width)
+    return Layout(size, block, width, (PageGroup(full_pages, size), PageGroup(sliding_pages, size, window)))
 
 
 @dataclass(frozen=True)
@@ -139,12 +140,12 @@ def capacity_of(target: TargetConfig, draft: DraftConfig | None, layout: Layout,
     models = (target,) if draft is None else (target, draft)
     devices = config.tensor_parallel_size
     return Capacity(
-        tokens=layout.full_pages * layout.page_size,
+        tokens=layout.num_tokens,
         full_bytes=full_bytes,
         sliding_bytes=sliding_bytes,
-        sliding_tokens=layout.sliding_pages // config.max_num_seqs * layout.page_size,
+        sliding_tokens=layout.groups[SLIDING].num_units // config.max_num_seqs * layout.page_size,
         max_model_len=config.max_model_len,
-        max_concurrency=layout.full_pages / layout.table_width,
+        max_concurrency=layout.groups[FULL].num_units / layout.table_width,
         unshared_bytes=sum(m.num_hidden_layers * bytes_per_token(m, config.dtype, devices) for m in models),
     )
 
@@ -250,10 +251,9 @@ def place_layers(
         page_bytes: bytes of the keys in one page, on one device.
         dtype: of the pools.
     """
-    pages_of_group = {FULL: layout.full_pages, SLIDING: layout.sliding_pages}
     places: dict[int, Place] = {}
     sizes: list[int] = []
-    for group, pages in pages_of_group.items():
+    for group, pages in enumerate(state.num_units for state in layout.groups):
         layers = [layer for layer, of in enumerate(groups) if of == group]
         per_pool = layers_of_pool(len(layers), pages * page_bytes, dtype)
         for start in range(0, len(layers), per_pool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -23,6 +24,7 @@ SamplingMode = Literal["greedy", "random", "filtered", "controlled", "reported",
 MODES: tuple[SamplingMode, ...] = ("greedy", "random", "filtered", "controlled", "reported")
 ANY: SamplingMode = "any"  # one program that is told at run time which of them is needed
 CONTROLLED_MODES: tuple[SamplingMode, ...] = ("controlled", "reported", ANY)  # these take `Controls` and masks
+GROUPS = 2  # groups of a layout: layers that keep every token, and sliding layers of the drafter
 DEFERRED = 16  # rounds without drafts whose features may wait to become context of the drafter
 
 
@@ -157,32 +159,43 @@ class Tables:
     """Slots and page tables of B sequences, packed so that they reach the device in one transfer.
 
     Attributes:
-        packed: the slot (beyond the last one for a row of padding), the first position that the sliding layers have
-            keys of (a prefix hit leaves a gap before it), and the page tables of both KV groups, M entries each; a
-            negative entry keeps nothing.
+        packed: the slot, beyond the last one for a row of padding; of each group but the first, which keeps every
+            token, the first position that is kept (a prefix hit leaves a gap before it); the page table of each group,
+            M entries each, of which a negative one keeps nothing.
     """
 
-    packed: Int[Array, "B 2*M+2"]
+    packed: Int[Array, "B _"]
 
     @staticmethod
-    def pack(rows: np.ndarray, sliding_from: np.ndarray, full: np.ndarray, sliding: np.ndarray) -> Tables:
-        """From host arrays [B], [B], [B, M] and [B, M]."""
-        packed: Any = np.concatenate([rows[:, None], sliding_from[:, None], full, sliding], axis=1, dtype=np.int32)
+    def pack(rows: np.ndarray, valid_from: Sequence[np.ndarray], tables: Sequence[np.ndarray]) -> Tables:
+        """Pack host arrays.
+
+        Args:
+            rows: slots [B].
+            valid_from: first position that is kept, of each of the `GROUPS` groups but the first, [B].
+            tables: of each group, [B, M].
+        """
+        columns = [array[:, None] for array in (rows, *valid_from)]
+        packed: Any = np.concatenate([*columns, *tables], axis=1, dtype=np.int32)
         return Tables(packed)
 
+    @staticmethod
+    def width(pages: int) -> int:
+        """Columns of `packed` where each table has so many pages."""
+        return GROUPS * (pages + 1)
+
     def over_target(self, cache: PagedKVCache) -> PagedKVCache:
-        """The target's cache seen through these tables."""
-        return replace(cache, tables=(self.full,), valid_from=(jnp.zeros_like(self.sliding_from),))
+        """The target's cache seen through these tables: its layers are all of the first group."""
+        return replace(cache, tables=self.tables[:1], valid_from=self.valid_from[:1])
 
     def over_draft(self, cache: PagedKVCache) -> PagedKVCache:
         """The drafter's cache seen through these tables."""
-        everything = jnp.zeros_like(self.sliding_from)
-        return replace(cache, tables=(self.full, self.sliding), valid_from=(everything, self.sliding_from))
+        return replace(cache, tables=self.tables, valid_from=self.valid_from)
 
     @property
     def pages(self) -> int:
-        """M, pages of each sequence."""
-        return (self.packed.shape[1] - 2) // 2
+        """M, entries of each table."""
+        return self.packed.shape[1] // GROUPS - 1
 
     @property
     def rows(self) -> Int[Array, " B"]:
@@ -190,19 +203,16 @@ class Tables:
         return self.packed[:, 0]
 
     @property
-    def sliding_from(self) -> Int[Array, " B"]:
-        """First position that the sliding layers have keys of."""
-        return self.packed[:, 1]
+    def valid_from(self) -> tuple[Int[Array, " B"], ...]:
+        """First position that each group keeps."""
+        others = tuple(self.packed[:, index] for index in range(1, GROUPS))
+        return (jnp.zeros_like(others[0]), *others)
 
     @property
-    def full(self) -> Int[Array, "B M"]:
-        """Pages of the target's layers and of the drafter's full layers."""
-        return self.packed[:, 2 : 2 + self.pages]
-
-    @property
-    def sliding(self) -> Int[Array, "B M"]:
-        """Pages of the drafter's sliding layers."""
-        return self.packed[:, 2 + self.pages :]
+    def tables(self) -> tuple[Int[Array, "B M"], ...]:
+        """Page table of each group."""
+        starts = [GROUPS + index * self.pages for index in range(GROUPS)]
+        return tuple(self.packed[:, start : start + self.pages] for start in starts)
 
 
 @jax.tree_util.register_dataclass

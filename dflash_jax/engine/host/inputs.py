@@ -124,11 +124,21 @@ def load_of(sequences: Seq[Sequence]) -> Load:
 
 
 def tables_of(scheduler: Scheduler, running: list[Running], rows: int, width: int) -> Tables:
-    """Slots and page tables, padded to so many rows; tables of so many pages."""
-    slots = slots_of(running, rows, padding=len(scheduler.sliding_from))
-    own = np.minimum(slots, len(scheduler.sliding_from) - 1)
+    """Slots and tables of units of some sequences.
+
+    Args:
+        scheduler: owns the tables.
+        running: the sequences.
+        rows: B, to which they are padded.
+        width: M, entries of each table.
+    """
+    num_slots = len(scheduler.tables[0])
+    slots = slots_of(running, rows, padding=num_slots)
+    within = np.minimum(slots, num_slots - 1)  # rows of padding read some slot's table, and nobody reads theirs
     return Tables.pack(
-        slots, scheduler.sliding_from[own], scheduler.full_table[own, :width], scheduler.sliding_table[own, :width]
+        slots,
+        [valid_from[within] for valid_from in scheduler.valid_from[1:]],
+        [table[within, :width] for table in scheduler.tables],
     )
 
 

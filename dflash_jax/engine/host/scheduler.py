@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dflash_jax.engine.host.sequence import Sequence
+from dflash_jax.state.group import Units
 from dflash_jax.state.layout import Layout
 from dflash_jax.state.pages import NO_PAGE, IntegrityError, PageHash, PagePool, extend_hashes
 
@@ -31,8 +32,8 @@ class Running:
         last_round: number of the last round that was planned for it, among all that the planner has numbered.
         deferred: tokens whose features wait to become context of the drafter, the last ones of the rounds enqueued.
         has_controls: whether the device knows its penalties, biases and stops.
-        full: pages of the full group.
-        sliding: pages of the sliding group from page `sliding_start` on.
+        units: what it owns in each group of the layout.
+        reserved: positions that its units hold in every group.
         remembered: whole pages that the prefix cache knows of, counted from the first.
     """
 
@@ -40,9 +41,8 @@ class Running:
     slot: int
     text: list[int]
     prefilled: int
-    full: list[int] = field(default_factory=list)
-    sliding: deque[int] = field(default_factory=deque)
-    sliding_start: int = 0
+    units: list[Units] = field(default_factory=list)
+    reserved: int = 0
     remembered: int = 0
     in_flight: int = 0
     last_round: int = 0
@@ -68,18 +68,35 @@ class Running:
 
 
 class Scheduler:
-    """Waiting and running sequences, their slots, pages and page tables."""
+    """Waiting and running sequences, their slots, units of state and tables of these.
+
+    Attributes:
+        waiting: in the order in which they start.
+        running: oldest first.
+        pools: units of each group of the layout.
+        tables: of each group, the units of every slot, int32 [Q, M]; `NO_PAGE` where nothing is kept.
+        valid_from: of each group, the first position of every slot that is kept, int32 [Q].
+    """
 
     def __init__(self, layout: Layout, max_num_seqs: int):
         self.layout = layout
-        self.full, self.sliding = PagePool(layout.full_pages), PagePool(layout.sliding_pages)
         self.num_preemptions = self.num_prompt_tokens = self.num_prefix_queries = self.num_prefix_hits = 0
         self.waiting: deque[Sequence] = deque()
         self.running: list[Running] = []  # oldest first
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self.full_table = np.full((max_num_seqs, layout.table_width), NO_PAGE, np.int32)
-        self.sliding_table = self.full_table.copy()
-        self.sliding_from = np.zeros(max_num_seqs, np.int32)
+        self.tables = [np.full((max_num_seqs, layout.table_width), NO_PAGE, np.int32) for _ in layout.groups]
+        self.valid_from = [np.zeros(max_num_seqs, np.int32) for _ in layout.groups]
+        self._max_num_seqs = max_num_seqs
+        self._start_books()
+
+    def _start_books(self) -> None:
+        """Every unit and every slot is free, and the prefix cache knows nothing."""
+        self.pools = [PagePool(group.num_units) for group in self.layout.groups]
+        self._free_slots = list(range(self._max_num_seqs - 1, -1, -1))
+
+    @property
+    def usage(self) -> float:
+        """Share of the first group's units that sequences own, in [0, 1]."""
+        return 1 - self.pools[0].num_free / self.pools[0].num_pages
 
     def admit(self) -> list[Running]:
         """Start waiting sequences while there are slots and pages for them."""
@@ -100,19 +117,18 @@ class Scheduler:
         return not any(r.sequence is sequence.first and not r.is_prefilled for r in self.running)
 
     def reserve_round(self, running: Running) -> bool:
-        """Own the pages that a further round may write; False, and nothing changed, if there are too few."""
-        layout, length = self.layout, running.length
-        ends = layout.pages_for(length + (running.in_flight + 1) * layout.block)
-        if layout.window is not None:
-            self._recycle(running, length)
-        kept = running.sliding_start + len(running.sliding)
-        if ends <= len(running.full) and (layout.window is None or ends <= kept):
+        """Own the units that a further round may write; False, and no unit taken, if there are too few."""
+        length, groups = running.length, self.layout.groups
+        needed = length + (running.in_flight + 1) * self.layout.block
+        if needed <= running.reserved:
             return True
-        more = max(ends - len(running.full), 0)
-        more_sliding = 0 if layout.window is None else max(ends - kept, 0)
-        if more > self.full.num_free or more_sliding > self.sliding.num_free:
+        self._recycle(running, length)
+        missing = [max(g.units_for(needed) - u.end, 0) for g, u in zip(groups, running.units, strict=True)]
+        if any(number > pool.num_free for number, pool in zip(missing, self.pools, strict=True)):
             return False
-        self._grow(running, self.full.take(more), self.sliding.take(more_sliding))
+        for index, number in enumerate(missing):
+            self._grow(running, index, self.pools[index].take(number))
+        running.reserved = min(g.holds(u.end) for g, u in zip(groups, running.units, strict=True))
         return True
 
     def remember(self, running: Running) -> None:
@@ -124,21 +140,21 @@ class Scheduler:
         if pages <= first:
             return
         hashes = self._hashes(running.sequence, pages)
-        for index in range(first, pages):
-            self.full.remember(running.full[index], hashes[index])
-            if index >= running.sliding_start and running.sliding:
-                self.sliding.remember(running.sliding[index - running.sliding_start], hashes[index])
+        for group, pool, units in zip(self.layout.groups, self.pools, running.units, strict=True):
+            start, shareable = group.whole_pages(units, first, pages)
+            for unit, page_hash in zip(shareable, hashes[start:pages], strict=False):  # a group without layers has none
+                pool.remember(unit, page_hash)
         running.remembered = pages
 
     def release(self, running: Running) -> None:
-        """Give back the slot and the pages of a sequence."""
+        """Give back the slot and the units of a sequence."""
         running.released = True
         self.running.remove(running)
         self._free_slots.append(running.slot)
         self._free_slots.sort(reverse=True)  # low slots first: rounds run over the first few
-        self.full.give_back(running.full)
-        self.sliding.give_back(running.sliding)
-        self.full_table[running.slot] = self.sliding_table[running.slot] = NO_PAGE
+        for pool, table, units in zip(self.pools, self.tables, running.units, strict=True):
+            pool.give_back(units.ids)
+            table[running.slot] = NO_PAGE
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that waits or runs; one that does neither is ignored."""
@@ -155,14 +171,14 @@ class Scheduler:
         return last
 
     def forget(self, running: Running) -> None:
-        """Let nobody take up the pages of a sequence whose keys and values cannot be trusted."""
-        self.full.forget(running.full)
-        self.sliding.forget(running.sliding)
+        """Let nobody take up what a sequence has written: its keys and values cannot be trusted."""
+        for pool, units in zip(self.pools, running.units, strict=True):
+            pool.forget(units.ids)
 
     def flush_cache(self) -> None:
-        """Empty the prefix cache; what runs keeps its pages."""
-        self.full.forget_all()
-        self.sliding.forget_all()
+        """Empty the prefix cache; what runs keeps its units."""
+        for pool in self.pools:
+            pool.forget_all()
 
     def requeue(self) -> list[Sequence]:
         """After a failed step: everything in the cache is lost, and who ran waits again, in front of all others.
@@ -173,61 +189,55 @@ class Scheduler:
         lost = [running.sequence for running in self.running]
         for running in list(self.running):
             self.release(running)
-        self._forget_everything()
+        self._start_books()
         self.waiting.extendleft(reversed(lost))
         return lost
 
     def reset(self) -> None:
-        """Start the books anew while nothing runs: every page and every slot is free, the prefix cache empty."""
+        """Start the books anew while nothing runs: every unit and slot is free, the prefix cache empty."""
         assert not self.running
-        self._forget_everything()
-        self._free_slots = list(range(len(self.full_table) - 1, -1, -1))
-
-    def _forget_everything(self) -> None:
-        self.full, self.sliding = PagePool(self.layout.full_pages), PagePool(self.layout.sliding_pages)
+        self._start_books()
 
     def check_integrity(self) -> None:
-        """Check that every page is owned as often as counted, and that no page and no slot is lost.
+        """Check that every unit is owned as often as counted, and that no unit and no slot is lost.
 
         Raises:
             IntegrityError: something disagrees.
         """
-        self.full.check_integrity([r.full for r in self.running])
-        self.sliding.check_integrity([r.sliding for r in self.running])
-        if len(self._free_slots) + len(self.running) != len(self.full_table):
-            raise IntegrityError(
-                f"of {len(self.full_table)} slots {len(self._free_slots)} are free and {len(self.running)} in use"
-            )
+        for index, pool in enumerate(self.pools):
+            pool.check_integrity([running.units[index].ids for running in self.running])
+        free, used = len(self._free_slots), len(self.running)
+        if free + used != self._max_num_seqs:
+            raise IntegrityError(f"{free} slots are free and {used} in use, of {self._max_num_seqs}")
 
     def _start(self, sequence: Sequence) -> Running | None:
-        """Give a waiting sequence a slot and pages; None, and nothing changed, if there are too few pages."""
+        """Give a waiting sequence a slot and units; None, and nothing changed, if there are too few units."""
         layout, emitted = self.layout, sequence.output.token_ids
-        length = len(sequence.prompt_token_ids) + max(len(emitted) - 1, 0)
+        groups, length = layout.groups, len(sequence.prompt_token_ids) + max(len(emitted) - 1, 0)
         hashes: list[PageHash] = []
         if sequence.cache_salt is not None and not sequence.wants_prompt_logprobs:
             # The last token of a prompt is always processed: its logits are wanted.
             whole_pages = (length - 1) // layout.page_size
             hashes = self._hashes(sequence, whole_pages)[:whole_pages]
-        full = self.full.known(hashes)
-        hit = len(full)
-        sliding, start = self._known_window(hashes[:hit], length)
-        ends = layout.pages_for(length + layout.block)
-        more = ends - hit
-        more_sliding = 0 if layout.window is None else ends - start - len(sliding)
-        if not (self.full.has_room(full, more) and self.sliding.has_room(sliding, more_sliding)):
+        hit = min(group.longest_hit(pool, hashes) for group, pool in zip(groups, self.pools, strict=True))
+        shared = [group.shared(pool, hashes[:hit], length) for group, pool in zip(groups, self.pools, strict=True)]
+        needed = [group.units_for(length + layout.block) for group in groups]
+        missing = [max(number - s.start - len(s.ids), 0) for number, s in zip(needed, shared, strict=True)]
+        if not all(p.has_room(s.ids, number) for p, s, number in zip(self.pools, shared, missing, strict=True)):
             return None
         text = sequence.tokens_between(0, length)
         running = Running(sequence, self._free_slots.pop(), text, prefilled=hit * layout.page_size)
-        running.remembered, running.sliding_start = hit, start
+        running.remembered = hit
         if not emitted:
             sequence.num_cached_tokens = running.prefilled
             self.num_prompt_tokens += length
             self.num_prefix_hits += running.prefilled
             self.num_prefix_queries += length if hashes else 0
-        self.sliding_from[running.slot] = (start if sliding else hit) * layout.page_size
-        self.full.share(full)
-        self.sliding.share(sliding)
-        self._grow(running, [*full, *self.full.take(more)], [*sliding, *self.sliding.take(more_sliding)])
+        for index, (pool, taken_over) in enumerate(zip(self.pools, shared, strict=True)):
+            pool.share(taken_over.ids)
+            running.units.append(Units(taken_over.start))
+            self.valid_from[index][running.slot] = taken_over.valid_from
+            self._grow(running, index, [*taken_over.ids, *pool.take(missing[index])])
         self.running.append(running)
         return running
 
@@ -239,36 +249,18 @@ class Scheduler:
             extend_hashes(sequence.page_hashes, tokens, size, sequence.cache_salt or b"")
         return sequence.page_hashes
 
-    def _known_window(self, hashes: list[PageHash], length: int) -> tuple[list[int], int]:
-        """The known sliding pages right before a hit's end that a text of this length still sees.
-
-        Returns:
-            The pages, and the index of the first page that the text keeps. What the window would see before it is
-            masked: it costs some acceptance, never the hit.
-        """
-        if self.layout.window is None:
-            return [], 0
-        first = self.layout.first_seen(length) // self.layout.page_size
-        pages: deque[int] = deque()
-        for index in range(len(hashes) - 1, first - 1, -1):
-            known = self.sliding.known([hashes[index]])
-            if not known:
-                break
-            pages.appendleft(known[0])
-        return list(pages), max(first, len(hashes) - len(pages))
-
-    def _grow(self, running: Running, full: list[int], sliding: list[int]) -> None:
-        start = len(running.full)
-        running.full += full
-        self.full_table[running.slot, start : len(running.full)] = full
-        start = running.sliding_start + len(running.sliding)
-        running.sliding.extend(sliding)
-        self.sliding_table[running.slot, start : start + len(sliding)] = sliding
+    def _grow(self, running: Running, index: int, ids: list[int]) -> None:
+        """Append units to those that a sequence owns in the group of this index."""
+        units = running.units[index]
+        start = units.end
+        units.ids += ids
+        self.tables[index][running.slot, start : start + len(ids)] = ids
 
     def _recycle(self, running: Running, length: int) -> None:
-        """Give back sliding pages that neither the window, `length` tokens on, nor a coming write can touch."""
-        seen = self.layout.first_seen(length) // self.layout.page_size
-        while running.sliding and running.sliding_start < seen:
-            self.sliding.give_back([running.sliding.popleft()])
-            self.sliding_table[running.slot, running.sliding_start] = NO_PAGE
-            running.sliding_start += 1
+        """Give back the units that neither a query `length` tokens on nor a coming write can touch."""
+        for group, pool, table, units in zip(self.layout.groups, self.pools, self.tables, running.units, strict=True):
+            first = group.first_kept(length)
+            while units.ids and units.start < first:
+                pool.give_back([units.ids.pop(0)])
+                table[running.slot, units.start] = NO_PAGE
+                units.start += 1

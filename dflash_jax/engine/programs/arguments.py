@@ -72,7 +72,7 @@ def arguments_of(shape: StepShape, state: State, spec: StepSpec, confirm: Confir
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=spec.mesh.whole)
 
     # A round's tables are on the devices before its steps take them if there are several.
-    packed: Any = (on_devices if spec.mesh.size > 1 else zeros)(rows, 2 * pages + 2)
+    packed: Any = (on_devices if spec.mesh.size > 1 else zeros)(rows, Tables.width(pages))
     hidden = on_devices(rows, tokens, spec.target.hidden_size, dtype=state.shared[0]["norm"].dtype)
     block = on_devices(rows, spec.block) if tokens > 1 else None
     sampling: tuple[Any, ...] = (None, None, None)
@@ -125,4 +125,4 @@ def zeros(*shape: int, dtype: Any = np.int32) -> Any:
 
 def _chunk(rows: int, tokens: int, pages: int) -> Chunk:
     plane, column = zeros(rows, tokens), zeros(rows)
-    return Chunk(plane, plane, column, column, column, Tables(zeros(rows, 2 * pages + 2)))
+    return Chunk(plane, plane, column, column, column, Tables(zeros(rows, Tables.width(pages))))

@@ -319,7 +319,7 @@ def main(arguments: list[str]) -> int:
             max_model_len=config.max_model_len,
             vocab_size=engine.spec.target.vocab_size,
             num_speculative_tokens=config.num_speculative_tokens,
-            kv_tokens=engine.layout.full_pages * engine.layout.page_size,
+            kv_tokens=engine.layout.num_tokens,
         )
     )
     server.serve()
