@@ -20,7 +20,8 @@ from dflash_jax.spec import DecoderConfig, LayerMask, RopeConfig
 from dflash_jax.weights.formats.fp8 import Quantized, QuantizedRows
 from dflash_jax.weights.formats.weight import project
 from dflash_jax.weights.tables import attention_table, declare, mlp_table, norms_table
-from pallas_kernels.rotary import Rotary, rms_norm
+from pallas_kernels.lib.norm import rms_norm
+from pallas_kernels.lib.rotary import Rotary
 
 
 @runtime_checkable

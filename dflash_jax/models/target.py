@@ -15,7 +15,7 @@ from dflash_jax.parallel.collectives import Devices, likeliest_product, look_up
 from dflash_jax.spec import TargetConfig
 from dflash_jax.weights.formats.weight import logits_of
 from dflash_jax.weights.tables import declare, outer_table
-from pallas_kernels.rotary import split_heads
+from pallas_kernels.lib.rotary import split_heads
 
 
 class TargetModel(nn.Module):

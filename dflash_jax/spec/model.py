@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Mask = Literal["causal", "block"]  # as in `pallas_kernels.masks`, which would bring JAX and every kernel along
+Mask = Literal["causal", "block"]  # as in `pallas_kernels.lib.masks`, which would bring JAX and every kernel along
 
 
 @dataclass(frozen=True)
 class LayerMask:
-    """Which keys a layer's queries see: `pallas_kernels.masks.visible` says what the two fields mean."""
+    """Which keys a layer's queries see: `pallas_kernels.lib.masks.visible` says what the two fields mean."""
 
     mask: Mask = "causal"
     window: int | None = None

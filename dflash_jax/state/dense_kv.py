@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.spec import LayerMask
-from pallas_kernels.masks import visible
-from pallas_kernels.rotary import Rotary, pairs_of, split_heads
+from pallas_kernels.lib.masks import visible
+from pallas_kernels.lib.rotary import Rotary, pairs_of, split_heads
 
 
 @jax.tree_util.register_dataclass
