@@ -205,7 +205,7 @@ def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
     }
     if consumers > 1:
         scratch["acc_s"] = tiled((consumers, ROWS, H // consumers), jnp.float32)
-        scratch |= {name: plgpu.Barrier(num_arrivals=consumers) for name in ("sent", "free")}
+        scratch |= {name: plgpu.Barrier(num_arrivals=consumers) for name in ("halves_sent", "free")}
     if config.splits == 1:
         scratch["out_s"] = of_rows((consumers, ROWS, H // consumers), args.q.dtype)
     if wide:

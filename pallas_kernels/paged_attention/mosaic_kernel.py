@@ -283,8 +283,8 @@ def _merge(sums: _Sums, me: Any, config: Config, s: dict[str, Any]) -> _Sums:
     s["acc_s"].at[1 - me][...] = jnp.where(first, right, left)
     s["sums_s"].at[me, 0][...] = highest
     s["sums_s"].at[me, 1][...] = total
-    plgpu.barrier_arrive(s["sent"])
-    plgpu.barrier_wait(s["sent"])
+    plgpu.barrier_arrive(s["halves_sent"])
+    plgpu.barrier_wait(s["halves_sent"])
     other_acc = _compat.smem_load(s["acc_s"].at[me], plgpu.Layout.WGMMA)
     other_highest, other_total = (_compat.smem_load(s["sums_s"].at[1 - me, i], column) for i in range(2))
     new = jnp.maximum(highest, other_highest)
