@@ -1,16 +1,17 @@
-"""Kernels of the serving engine: one folder an op, with its public functions. Knows nothing of the engine.
+"""Kernels of the serving engine: one folder for each operation, with its public functions; it imports no engine.
 
-Kernels are jitted by themselves, so that a model of many layers traces and lowers each of them once.
+`registry` chooses the implementation of each call; its modules are imported when they are chosen. Kernels are jitted by
+themselves, so that a model of many layers traces and lowers each of them once.
 """
 
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Peers, all_reduce, all_reduce_add_norm
 from pallas_kernels.largest_product import largest, largest_product
-from pallas_kernels.masks import visible
+from pallas_kernels.lib.masks import visible
+from pallas_kernels.lib.rotary import Rotary
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.product import product, split_product
 from pallas_kernels.quantize import quantize_gated, quantize_rows
-from pallas_kernels.rotary import Rotary
 from pallas_kernels.swiglu import gated, swiglu
 from pallas_kernels.write_attend import write_attend
 from pallas_kernels.write_kv import write_context, write_kv

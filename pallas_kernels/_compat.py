@@ -14,17 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
-from jaxlib.triton import dialect
-
-# Pallas' Triton backend is deprecated since JAX 0.11 in favour of Mosaic GPU, and says so at every lowering. It stays
-# here on purpose: it is the only backend whose whole semantics run on a CPU (interpret mode), and it covers what the
-# Mosaic kernel does not. The filter matches that one message and nothing else.
-warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
-
-# MLIR's bindings import the Python side of a dialect when they meet one of its types, from a module of its name. That
-# of Triton's is another: they searched in vain at each type, for half of the time that a kernel takes to lower.
-sys.modules.setdefault("jaxlib.mlir.dialects.tt", dialect)
 
 _OLD = jax.__version_info__ < (0, 11)
 _H200_SMS = 132
@@ -49,14 +38,33 @@ def triton_call(
         grid=grid,
         out_shape=out_shape,
         input_output_aliases=aliases or {},
-        compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        compiler_params=_triton_backend().CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=name,
     )
 
 
+def _triton_backend() -> Any:
+    """Pallas' Triton backend, imported when a kernel is built for it: a CPU or TPU never needs it.
+
+    It is deprecated since JAX 0.11 in favour of Mosaic GPU, and warns at every lowering. It stays here on purpose: it
+    is the only backend whose whole semantics run on a CPU (interpret mode), and it covers what the Mosaic kernels do
+    not. The filter matches that one message and nothing else.
+
+    MLIR's bindings import the Python side of a dialect when they meet one of its types, from a module that they derive
+    from the dialect's name. Triton's dialect lies elsewhere, so they searched in vain at each type, for half of the
+    time that a kernel takes to lower.
+    """
+    from jax.experimental.pallas import triton
+    from jaxlib.triton import dialect
+
+    warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
+    sys.modules.setdefault("jaxlib.mlir.dialects.tt", dialect)
+    return triton
+
+
 def row_index(*index: Any) -> tuple[jax.Array, ...]:
-    """Index of whole rows of a reference: scalars and vectors of one length, then the length of a row.
+    """Index of full rows of a reference: scalars and vectors of one length, then the length of a row.
 
     The interpreter takes indices that are all slices or all arrays, not some of each, so a row is an array too.
     Rows out of range are legal under a mask: the GPU does not touch them, the interpreter fills or drops them.
@@ -69,7 +77,7 @@ def row_index(*index: Any) -> tuple[jax.Array, ...]:
 
 
 def out_like(shape: Sequence[int], dtype: Any, operand: jax.Array) -> jax.ShapeDtypeStruct:
-    """An output that varies over the mesh axes which ``operand`` varies over, as ``shard_map`` wants to be told."""
+    """An output that varies over the same mesh axes as ``operand``, which ``shard_map`` has to know."""
     return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=_manual(operand))
 
 
@@ -82,8 +90,8 @@ def vary_alike(*operands: jax.Array) -> tuple[jax.Array, ...]:
     varying = [_manual(x).varying for x in operands]
     every: frozenset[Any] = frozenset().union(*varying)
     return tuple(
-        jax.lax.pcast(x, tuple(every - own), to="varying") if every - own else x
-        for x, own in zip(operands, varying, strict=True)
+        jax.lax.pcast(x, tuple(every - axes), to="varying") if every - axes else x
+        for x, axes in zip(operands, varying, strict=True)
     )
 
 
@@ -97,9 +105,9 @@ def smem_transpose(ref: Any) -> Any:
 
 
 def smem_load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
-    """Loads a whole shared-memory reference into registers in the given layout (Mosaic GPU).
+    """Load a full shared-memory reference into registers of the given layout (Mosaic GPU).
 
-    Bank conflicts are an error, unless it need not be ``optimized``.
+    Bank conflicts are an error if it must be ``optimized``.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -115,18 +123,23 @@ def tiling(tiles: tuple[tuple[int, ...], ...]) -> Any:
 
 @functools.cache
 def compute_capability() -> tuple[int, int] | None:
-    """Compute capability of the default device, or None where it is no NVIDIA GPU."""
+    """Compute capability of the default device, or None if it is no NVIDIA GPU."""
     device = jax.devices()[0]
-    text = getattr(device, "compute_capability", None)
-    if device.platform != "gpu" or text is None:
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    if device.platform != "gpu" or not major.isdecimal():  # AMD's are like "gfx942"
         return None
-    major, _, minor = str(text).partition(".")
     return int(major), int(minor or 0)
+
+
+def platform() -> str:
+    """Platform of the default device, by the name that lowering takes: "cpu", "cuda", "rocm" or "tpu"."""
+    name: str = jax.devices()[0].platform
+    return name if name != "gpu" else ("rocm" if compute_capability() is None else "cuda")
 
 
 @functools.cache
 def sm_count() -> int:
-    """Multiprocessors of the default device; an H200's where it is no GPU (lowering for CUDA on a CPU)."""
+    """Multiprocessors of the default device, or an H200's if it is no NVIDIA GPU (lowering for CUDA on a CPU)."""
     if compute_capability() is None:
         return _H200_SMS
     return int(getattr(jax.devices()[0], "core_count", _H200_SMS))

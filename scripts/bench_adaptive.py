@@ -33,7 +33,7 @@ from dflash_jax.options.flags import add_option
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.parallel.platform import enable_compilation_cache
 from dflash_jax.spec import DraftConfig, TargetConfig
-from pallas_kernels.timing import save
+from pallas_kernels.lib.timing import save
 
 SLIDING_WINDOW = 2048  # of all layers of the drafter but the last
 

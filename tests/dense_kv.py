@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.spec import LayerMask
 from dflash_jax.state.dense_kv import attention, write_each
-from pallas_kernels.masks import visible
-from pallas_kernels.rotary import Rotary, split_heads
+from pallas_kernels.lib.masks import visible
+from pallas_kernels.lib.rotary import Rotary, split_heads
 
 
 @jax.tree_util.register_dataclass

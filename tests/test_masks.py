@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.masks import visible
+from pallas_kernels.lib.masks import visible
 
 
 def sees(i: int, j: int, mask: str, window: int | None) -> bool:

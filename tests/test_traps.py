@@ -18,7 +18,7 @@ from dflash_jax.engine.device.slots import DEFERRED, Slots
 from dflash_jax.engine.programs.store import programs
 from dflash_jax.models.drafters.dflash import DraftModel
 from dflash_jax.spec import LayerSpec
-from pallas_kernels.rotary import rms_norm
+from pallas_kernels.lib.norm import rms_norm
 from tests.pairs import choose_lengths, empty_cache, golden_cases, golden_llm, greedy, prompt, tokens_of
 
 PAIR = "qwen3_swa_tied"

@@ -37,7 +37,7 @@ from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.parallel.platform import enable_compilation_cache
 from dflash_jax.progress import Phase, phase
 from dflash_jax.spec import DraftConfig, TargetConfig
-from pallas_kernels.timing import copy_bandwidth, environment
+from pallas_kernels.lib.timing import copy_bandwidth, environment
 
 HELP = "measure draft-verify rounds of the engine alone, with random weights of a model's exact shapes"
 PREFILL_REPEATS = 3

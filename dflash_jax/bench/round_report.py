@@ -14,7 +14,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.options import EngineConfig
 from dflash_jax.spec import DecoderConfig, DraftConfig
 from dflash_jax.weights.formats.fp8 import CONTEXT
-from pallas_kernels.timing import table
+from pallas_kernels.lib.timing import table
 
 BASELINE_FIELDS = {"draft", "kv", "batch", "ctx", "tp", "decode_step_ms_median", "ttft_max_s"}
 BASELINE_DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}

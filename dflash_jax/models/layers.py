@@ -20,7 +20,8 @@ from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.spec import DecoderConfig, LayerMask
 from dflash_jax.weights.formats.protocol import QuantizedRows
 from dflash_jax.weights.tables import declare, norms_table
-from pallas_kernels.rotary import Rotary, rms_norm
+from pallas_kernels.lib.norm import rms_norm
+from pallas_kernels.lib.rotary import Rotary
 
 
 @runtime_checkable

@@ -18,7 +18,8 @@ from dflash_jax.spec import TargetConfig
 from dflash_jax.weights.formats.protocol import Weight, plain
 from dflash_jax.weights.formats.weight import logits_of
 from dflash_jax.weights.tables import declare, outer_table
-from pallas_kernels.rotary import rms_norm, split_heads
+from pallas_kernels.lib.norm import rms_norm
+from pallas_kernels.lib.rotary import split_heads
 
 
 class TargetModel(nn.Module):

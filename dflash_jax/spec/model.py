@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Mask = Literal["causal", "block"]  # as in `pallas_kernels.masks`, which would bring JAX and every kernel along
+Mask = Literal["causal", "block"]  # as in `pallas_kernels.lib.masks`, which would bring JAX and every kernel along
 
 
 @dataclass(frozen=True)
 class LayerMask:
-    """Which keys the queries of an attention layer see; `pallas_kernels.masks.visible` defines it.
+    """Which keys the queries of an attention layer see; `pallas_kernels.lib.masks.visible` defines it.
 
     Attributes:
         mask: "causal": keys up to the query's position; "block": keys behind it, too.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.rotary import Rotary, pairs_of
+from pallas_kernels.lib.rotary import Rotary, pairs_of
 
 
 def write_each(

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.models.layers import ContextCache, KVCache
 from dflash_jax.spec import LayerMask
 from dflash_jax.state.dense_kv import attention, write_each
-from pallas_kernels.masks import visible
-from pallas_kernels.rotary import Rotary, split_heads
+from pallas_kernels.lib.masks import visible
+from pallas_kernels.lib.rotary import Rotary, split_heads
 
 CUDNN_HEAD_DIM = 256  # the largest that cuDNN's fused attention takes on Hopper
 

@@ -1,4 +1,4 @@
-"""What stands between two blocks of a pre-norm layer: the residual addition, and the RMS norm of the sum."""
+"""The residual addition between two blocks of a pre-norm layer, and the RMS norm of the sum."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import _compat
-from pallas_kernels.add_norm import reference, triton
+from pallas_kernels import registry
+from pallas_kernels.registry import FP8_GPUS
 
 Implementation = Literal["triton", "reference"]
 Scales = tuple[Float[Array, "*T"], Float[Array, " D"]]
+
+ADD_NORM = registry.Operation(  # a call is (x,)
+    "add_norm",
+    (
+        registry.Implementation(
+            "triton", "pallas_kernels.add_norm.triton:add_norm", FP8_GPUS, refusal="refusal", interprets=True
+        ),
+        registry.Implementation("reference", "pallas_kernels.add_norm.reference:add_norm"),
+    ),
+)
 
 
 def add_norm(
@@ -26,45 +36,33 @@ def add_norm(
     implementation: Implementation | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "*T D"], Any]:
-    """``x + y`` and its RMS norm, of any number of tokens (any leading axes).
+    """``x + y`` and its RMS norm, for any number of tokens (any leading axes).
 
     Args:
       x: the residual stream; bf16, f16 or f32.
-      y: what a block adds to it; or S parts of that, which are summed in float32 and rounded to x's dtype first.
+      y: the output of a block; or S parts of it, which are summed in float32 and rounded to x's dtype first.
       weight: of the norm.
       eps: of the norm, added to the mean of the squares.
-      y_scales: float32, by which y is multiplied before it is rounded to x's dtype, of tokens and of columns: y is a
-        product of fp8 numbers.
-      quantize: whether the norm is wanted as ``quantize_rows`` gives it, for products of fp8 numbers.
+      y_scales: float32 scales of tokens and of columns, for a y that is a product of fp8 numbers; y is multiplied by
+        both before it is rounded to x's dtype.
+      quantize: return the norm as ``quantize_rows`` does, for products of fp8 numbers.
       implementation: ``"triton"`` or ``"reference"``; None picks Triton on NVIDIA GPUs from sm_89. Only the reference
-        can be differentiated, and split by XLA over several devices; the kernel wants a ``shard_map`` around it there.
+        can be differentiated, and split by XLA over several devices; the kernel needs a ``shard_map`` around it there.
       interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
 
     Returns:
-      The sum, and ``rms_norm(sum, weight, eps)``: rounded where that rounds, first of all to the dtype of the sum; to
-      be quantised, its numbers and their scales.
+      The sum, and ``rms_norm(sum, weight, eps)`` with the roundings of that function, the first of which is to the
+      dtype of the sum; with ``quantize`` its e4m3 numbers and their scales.
 
     Raises:
       ValueError: shapes or dtypes that do not belong together; the message prints them.
-      NotImplementedError: what the chosen implementation cannot do, in a sentence.
+      NotImplementedError: the chosen implementation cannot do the call; the message says why.
     """
     added = jax.ShapeDtypeStruct(y.shape[1:], y.dtype) if y.ndim == x.ndim + 1 else y
     check(x, added, weight, y_scales)
-    match implementation or _fastest(x, interpret):
-        case "triton":
-            return triton.add_norm(x, y, weight, eps, y_scales, quantize, interpret=interpret)
-        case "reference":
-            return reference.add_norm(x, y, weight, eps, y_scales, quantize)
-        case other:
-            raise ValueError(f"implementation must be 'triton', 'reference' or None; got {other!r}")
-
-
-def _fastest(x: jax.Array, interpret: bool) -> Implementation:
-    if interpret:
-        return "triton"
-    capability = _compat.compute_capability()
-    able = capability is not None and capability >= (8, 9) and triton.refusal(x) is None
-    return "triton" if able else "reference"
+    run = ADD_NORM.function(implementation, (x,), interpret=interpret)
+    total, normed = run(x, y, weight, eps, y_scales, quantize)
+    return total, normed
 
 
 def check(x: Any, y: Any, weight: Any, y_scales: Any = None) -> None:

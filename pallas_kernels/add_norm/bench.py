@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from pallas_kernels import timing
 from pallas_kernels.add_norm import triton
+from pallas_kernels.lib import timing
 
-CALLS = 72  # two a layer, 36 layers: with few, the host's dispatch of a program is what one would measure
+CALLS = 72  # two a layer, 36 layers: with few calls the benchmark would measure the host's dispatch of a program
 EPS = 1e-6
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 
 
 def program(add_norm: Callable[..., Any]) -> Any:
-    """``CALLS`` additions to one stream, each of something of its own, and all normed rows.
+    """``CALLS`` additions to one stream, each of another array, and all normed rows.
 
-    Every sum waits for the norm of the one before, as in a model: else XLA would add up all of them in one kernel.
+    Every sum waits for the norm of the one before, as in a model: else XLA would fuse all of them into one kernel.
     """
 
     def run(x: Any, ys: Any, weight: Any) -> Any:
@@ -37,7 +37,7 @@ def program(add_norm: Callable[..., Any]) -> Any:
 
 
 def measure(rows: int, width: int, name: str, num_warps: Sequence[int]) -> list[dict[str, Any]]:
-    """XLA's own kernels and ours, ours also with other numbers of warps than it would choose."""
+    """Time XLA's own kernels and ours, and ours with other numbers of warps than its default too."""
     ys = list(jax.random.normal(jax.random.key(0), (CALLS, rows, width), DTYPES[name]))
     arguments = (ys[-1], ys, jnp.ones((width,), DTYPES[name]))
     functions: dict[str, Callable[..., Any]] = {
@@ -49,12 +49,12 @@ def measure(rows: int, width: int, name: str, num_warps: Sequence[int]) -> list[
         key: functools.partial(program(f).lower, *arguments) for key, f in functions.items()
     }
     size = 4 * rows * width * ys[0].dtype.itemsize
-    found = []
+    results = []
     for implementation, compiled in timing.compile_all(lowered).items():
         time = timing.seconds(compiled, arguments, CALLS, budget=0.05)
-        of = {"rows": rows, "width": width, "dtype": name, "implementation": implementation}
-        found.append(of | {"us": round(time * 1e6, 2), "GB/s": round(size / time / 1e9)})
-    return found
+        case = {"rows": rows, "width": width, "dtype": name, "implementation": implementation}
+        results.append(case | {"us": round(time * 1e6, 2), "GB/s": round(size / time / 1e9)})
+    return results
 
 
 def main() -> None:
@@ -65,15 +65,15 @@ def main() -> None:
     parser.add_argument("--warps", nargs="*", type=int, default=[], help="try the kernel with these, too")
     parser.add_argument("--json", default="add_norm.json", help="where the rows go")
     args = parser.parse_args()
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for rows in args.rows:
         for width in args.widths:
             for name in args.dtypes:
                 for row in measure(rows, width, name, args.warps):
-                    found.append(row)
+                    results.append(row)
                     print(*row.values(), flush=True)
-    timing.save(args.json, found)
-    print(timing.table(found))
+    timing.save(args.json, results)
+    print(timing.table(results))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.lib.norm import rms_norm
 from pallas_kernels.quantize.reference import quantize_rows
-from pallas_kernels.rotary import rms_norm
 
 
 def add_norm(

@@ -15,19 +15,19 @@ from pallas_kernels import _compat
 from pallas_kernels.quantize.reference import E4M3
 from pallas_kernels.quantize.triton import quantized
 
-_WIDEST = 1 << 16  # elements of a row: 128 registers of each of 512 threads
+_MAX_WIDTH = 1 << 16  # numbers of a row: 128 registers of each of 512 threads
 
 
-def refusal(x: jax.Array) -> str | None:
-    """Why the Triton kernel cannot add to and norm such rows, or None."""
+def refusal(x: Any) -> str | None:
+    """Why the Triton kernel cannot add to and norm rows of this width, or None."""
     width = x.shape[-1]
-    if width > _WIDEST:
-        return f"The Triton norm holds a row in registers, so its width must be at most {_WIDEST}; this is {width}."
+    if width > _MAX_WIDTH:
+        return f"The Triton norm holds a row in registers, so its width must be at most {_MAX_WIDTH}; this is {width}."
     return None
 
 
 def default_warps(width: int) -> int:
-    """Warps of the program of a row: 16 elements a thread, as far as 1 to 16 warps go."""
+    """Warps of the program of a row: 16 numbers a thread, but from 1 to 16 warps."""
     return min(max(pl.next_power_of_2(width) // 512, 1), 16)
 
 
@@ -67,21 +67,21 @@ def add_norm(
         interpret=interpret,
         name="add_norm",
     )(*operands)
-    added, found, *of_rows = (array.reshape(*x.shape[:-1], *array.shape[1:]) for array in outputs)
-    return added, (found, *of_rows) if quantize else found
+    added, norm, *norm_scales = (array.reshape(*x.shape[:-1], *array.shape[1:]) for array in outputs)
+    return added, (norm, *norm_scales) if quantize else norm
 
 
 def _add_norm(x: Any, y: Any, weight: Any, *others: Any, eps: float) -> None:
-    """One program: one row, as wide as the next power of two; what stands beyond the row's end counts as zero."""
+    """One program: one row, padded with zeros to the next power of two."""
     y_scales, (total, normed, *norm_scales) = (others[:2], others[2:]) if len(others) > 3 else ((), others)
     row, D = pl.program_id(0), x.shape[1]
     column = jnp.arange(pl.next_power_of_2(D), dtype=jnp.int32)
     token = jnp.full_like(column, row)
-    real = None if len(column) == D else column < D
+    exists = None if len(column) == D else column < D
 
     def load(ref: Any) -> jax.Array:
-        other = None if real is None else 0.0
-        return pltriton.load(ref, mask=real, other=other).astype(jnp.float32)
+        other = None if exists is None else 0.0
+        return pltriton.load(ref, mask=exists, other=other).astype(jnp.float32)
 
     scale = load(weight.at[column])
     first, *parts = (load(y.at[jnp.full_like(column, part), token, column]) for part in range(len(y)))
@@ -89,12 +89,12 @@ def _add_norm(x: Any, y: Any, weight: Any, *others: Any, eps: float) -> None:
     if y_scales:
         of_tokens, of_columns = y_scales
         added = added * of_tokens[row] * load(of_columns.at[column])
-    added = added.astype(total.dtype).astype(jnp.float32)  # changes nothing but sums and what was scaled
+    added = added.astype(total.dtype).astype(jnp.float32)  # rounds sums and scaled numbers; others are exact
     rounded = (load(x.at[token, column]) + added).astype(total.dtype)
-    pltriton.store(total.at[token, column], rounded, mask=real)
+    pltriton.store(total.at[token, column], rounded, mask=exists)
     wide = rounded.astype(jnp.float32)
     unit = (wide * jax.lax.rsqrt(jnp.sum(wide * wide) / D + eps)).astype(total.dtype)
-    found = (scale * unit.astype(jnp.float32)).astype(jnp.promote_types(total.dtype, weight.dtype))
+    norm = (scale * unit.astype(jnp.float32)).astype(jnp.promote_types(total.dtype, weight.dtype))
     if norm_scales:
-        (found,), norm_scales[0][row] = quantized([found.astype(jnp.float32)])
-    pltriton.store(normed.at[token, column], found, mask=real)
+        (norm,), norm_scales[0][row] = quantized([norm.astype(jnp.float32)])
+    pltriton.store(normed.at[token, column], norm, mask=exists)

@@ -1,4 +1,4 @@
-"""Sums over devices inside a ``shard_map``: of what each device has of a layer's output, few rows at a time."""
+"""Sums over devices inside a ``shard_map``, for the few rows of a layer's output that each device has a part of."""
 
 from __future__ import annotations
 
@@ -8,14 +8,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import _compat
+from pallas_kernels import registry
 from pallas_kernels.add_norm import add_norm, check
-from pallas_kernels.all_reduce import mosaic
 from pallas_kernels.all_reduce.peers import Peers, reach_each_other
+from pallas_kernels.registry import HOPPER_ON
 
 Implementation = Literal["mosaic", "library"]
 
-__all__ = ["Peers", "all_reduce", "all_reduce_add_norm", "reach_each_other"]
+__all__ = ["ALL_REDUCE", "ALL_REDUCE_ADD_NORM", "Peers", "all_reduce", "all_reduce_add_norm", "reach_each_other"]
+
+
+def _operation(name: str) -> registry.Operation:
+    kernel = registry.Implementation(
+        "mosaic", f"pallas_kernels.all_reduce.mosaic:{name}", HOPPER_ON, slower="slower", refusal="refusal"
+    )
+    return registry.Operation(name, (kernel, registry.Implementation("library", "jax.lax:psum")))
+
+
+ALL_REDUCE, ALL_REDUCE_ADD_NORM = _operation("all_reduce"), _operation("all_reduce_add_norm")  # a call is (y, peers)
 
 
 def all_reduce(
@@ -25,22 +35,23 @@ def all_reduce(
 
     Args:
       y: any number of rows (any leading axes); f32, bf16 or f16.
-      axis: of the mesh, over whose devices is summed.
+      axis: of the mesh; the sum is over its devices.
       peers: mailboxes of these devices, which the Mosaic kernel needs; inside a ``shard_map`` that splits its arrays
         over the axis. Calls that share them must depend on each other's results, so that they cannot overlap.
       implementation: ``"mosaic"``, or ``"library"``: XLA's, which is NCCL on GPUs. None picks Mosaic for up to 256 rows
         where there are mailboxes.
 
     Raises:
-      ValueError: Mosaic without mailboxes.
-      NotImplementedError: what the chosen implementation cannot do, in a sentence.
+      ValueError: Mosaic without mailboxes, or rows that are not floating.
+      NotImplementedError: the chosen implementation cannot do the call; the message says why.
 
-    Source: one shot and two shots as in vLLM's and TensorRT-LLM's all-reduce; data that are their own flag as there.
+    Source: one shot and two shots, and data that are their own flag, as in vLLM's and TensorRT-LLM's all-reduce.
     """
-    if _is_mosaic(y, peers, implementation):
-        assert peers is not None
-        return mosaic.all_reduce(y, peers)
-    return jax.lax.psum(y, axis)
+    chosen = _pick(ALL_REDUCE, y, peers, implementation)
+    if chosen.name == "library":
+        return jax.lax.psum(y, axis)
+    total: Array = chosen.load()(y, peers)
+    return total
 
 
 def all_reduce_add_norm(
@@ -56,34 +67,31 @@ def all_reduce_add_norm(
     """``add_norm`` of x and the sum of every device's ``y``: ``(x + sum, rms_norm(x + sum, weight, eps))``.
 
     Args:
-      x: the residual stream, the same on every device.
-      y: a device's part of what a block adds to it.
+      x: the residual stream, equal on every device.
+      y: this device's part of a block's output.
       weight: of the norm.
       eps: of the norm.
-      axis: as of ``all_reduce``, like what follows.
-      peers: mailboxes.
-      implementation: the library's is followed by ``add_norm``.
+      axis: as for ``all_reduce``.
+      peers: as for ``all_reduce``.
+      implementation: as for ``all_reduce``; the library's is followed by ``add_norm``.
 
     Raises:
       ValueError: Mosaic without mailboxes, or shapes that do not belong together.
-      NotImplementedError: what the chosen implementation cannot do, in a sentence.
+      NotImplementedError: the chosen implementation cannot do the call; the message says why.
     """
     check(x, y, weight)
-    if _is_mosaic(y, peers, implementation):
-        assert peers is not None
-        return mosaic.all_reduce_add_norm(x, y, weight, eps, peers)
-    return add_norm(x, jax.lax.psum(y, axis), weight, eps)
+    chosen = _pick(ALL_REDUCE_ADD_NORM, y, peers, implementation)
+    if chosen.name == "library":
+        return add_norm(x, jax.lax.psum(y, axis), weight, eps)
+    total, normed = chosen.load()(x, y, weight, eps, peers)
+    return total, normed
 
 
-def _is_mosaic(y: Any, peers: Peers | None, implementation: Implementation | None) -> bool:
-    if implementation not in ("mosaic", "library", None):
-        raise ValueError(f"implementation must be 'mosaic', 'library' or None; got {implementation!r}")
+def _pick(
+    operation: registry.Operation, y: Any, peers: Peers | None, implementation: Implementation | None
+) -> registry.Implementation:
     if not jnp.issubdtype(y.dtype, jnp.floating):
         raise ValueError(f"y must be floating; got {y.dtype}")
     if implementation == "mosaic" and peers is None:
         raise ValueError("the Mosaic all-reduce needs mailboxes: peers=Peers.of(mesh, row_bytes)")
-    if implementation is None:
-        capability = _compat.compute_capability()
-        is_able = capability is not None and capability >= (9, 0)
-        return is_able and peers is not None and y.size > 0 and mosaic.refusal(y, peers) is None
-    return implementation == "mosaic"
+    return operation.pick(implementation, (y, peers))

@@ -13,15 +13,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_kernels
-from pallas_kernels import Peers, timing
+from pallas_kernels import Peers
+from pallas_kernels.lib import timing
 
-CALLS = 288  # of four rounds of a model of 36 layers: to start a program on four devices takes the host 0.4 ms
+CALLS = 288  # four rounds of a model of 36 layers: starting a program on four devices takes the host 0.4 ms
 EPS = 1e-6
 WHOLE, SPLIT = PartitionSpec(), PartitionSpec("tp")
 
 
 def program(mesh: Mesh, implementation: Any, *, with_norm: bool) -> Any:
-    """``CALLS`` sums, each of which waits for the one before; between them stands an addition, which is timed, too."""
+    """``CALLS`` sums, each of which waits for the one before; the additions between them are timed too."""
 
     def on_each(x: Any, ys: Any, weight: Any, peers: Any) -> Any:
         h = x
@@ -43,7 +44,7 @@ def program(mesh: Mesh, implementation: Any, *, with_norm: bool) -> Any:
 
 
 def measure(mesh: Mesh, peers: Peers, rows: int, width: int) -> list[dict[str, Any]]:
-    """The kernel and the library, alone and with addition and norm; and the addition between them alone."""
+    """Time the kernel and the library, alone and with addition and norm, and the addition between the calls alone."""
 
     def random(seed: int, shape: tuple[int, ...], spec: PartitionSpec) -> Any:
         array = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
@@ -56,12 +57,12 @@ def measure(mesh: Mesh, peers: Peers, rows: int, width: int) -> list[dict[str, A
         kind: functools.partial(program(mesh, kind[0], with_norm=kind[1]).lower, *arguments)
         for kind in [("none", False), *kinds]
     }
-    found = []
+    results = []
     for (implementation, norm), compiled in timing.compile_all(lowered).items():
         time = timing.seconds(compiled, arguments, CALLS, budget=0.05)
-        of = {"devices": mesh.size, "rows": rows, "width": width, "implementation": implementation, "norm": norm}
-        found.append(of | {"us": round(time * 1e6, 2)})
-    return found
+        case = {"devices": mesh.size, "rows": rows, "width": width, "implementation": implementation, "norm": norm}
+        results.append(case | {"us": round(time * 1e6, 2)})
+    return results
 
 
 def main() -> None:
@@ -72,14 +73,14 @@ def main() -> None:
     args = parser.parse_args()
     mesh = Mesh(np.array(jax.devices()), ("tp",))
     peers = Peers.of(mesh, 2 * max(args.widths))
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for rows in args.rows:
         for width in args.widths:
             for row in measure(mesh, peers, rows, width):
-                found.append(row)
+                results.append(row)
                 print(*row.values(), flush=True)
-    timing.save(args.json, found)
-    print(timing.table(found))
+    timing.save(args.json, results)
+    print(timing.table(results))
 
 
 if __name__ == "__main__":

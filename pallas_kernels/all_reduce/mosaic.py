@@ -1,16 +1,16 @@
 """All-reduce over the memory of peers, on Pallas' Mosaic GPU backend: no NCCL, no barrier, one kernel.
 
 One CTA takes one row. It stores the row, word by word, into mailboxes in the memory of the other devices, and polls its
-own mailboxes until no word of them is ``EMPTY``, which is what they hold before and a word that is never sent: so data
-and news of its arrival are one and the same, and a row takes one trip. Calls of few rows send every row to everybody
-(one shot). In calls of more, each row has a device that sums it and sends the sum round (two shots): of W devices each
-then sends 2 (W - 1) / W of the data instead of W - 1.
+own mailboxes until they hold no word ``EMPTY``. Empty mailboxes are full of that word, and nobody sends it: so the data
+are their own flag, and a row takes one trip. A call of few rows sends every row to every device (one shot). In a call
+of more rows, each row has one device that sums it and sends the sum to the others (two shots): each of W devices then
+sends 2 (W - 1) / W of the data instead of W - 1.
 
-Mailboxes take turns of three. A call fills those of its turn and empties those of the turn before. What a call fills
-was emptied two calls before, on a device that has since sent what this one had to wait for; so it is empty by now.
-Which turn it is a word in memory says, for each row; a row of a call is the same row on all devices, since all run the
-same calls in the same order. That order must be one of data: of two calls that do not depend on each other, XLA might
-start both.
+Each mailbox exists three times, for calls in turn. A call fills the mailboxes of its turn and empties those of the turn
+before. The mailboxes that a call fills were emptied two calls earlier, by a device that has since sent data that this
+device waited for; so they are empty by now. A word in memory counts the turns of each row. Row i of a call is row i on
+all devices, since all run the same calls in the same order. Data dependencies must enforce that order: XLA may run two
+calls at once that do not depend on each other.
 """
 
 from __future__ import annotations
@@ -28,12 +28,24 @@ from jaxlib.mlir.dialects import arith, memref
 from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
-from pallas_kernels.all_reduce.peers import MOST_ROWS, ONE_SHOT_ROWS, TURNS, Peers
-from pallas_kernels.all_reduce.words import EMPTY, THREADS, integer, long, place, ptx, receive, send, store, thread
+from pallas_kernels.all_reduce.peers import EMPTY, MAX_ROWS, ONE_SHOT_ROWS, THREADS, TURNS, Peers
+from pallas_kernels.all_reduce.words import integer, long, place, ptx, receive, send, store, thread
 
 
-def refusal(y: jax.Array, peers: Peers) -> str | None:
-    """Why this kernel cannot sum such rows, or None."""
+def slower(y: Any, peers: Peers | None) -> str | None:
+    """Why the library's all-reduce is the faster one, or None."""
+    del peers
+    if y.size == 0:
+        return "There are no rows to sum."
+    if (rows := y.size // y.shape[-1]) > MAX_ROWS:
+        return f"It is for up to {MAX_ROWS} rows; these are {rows}."
+    return None
+
+
+def refusal(y: Any, peers: Peers | None) -> str | None:
+    """Why this kernel cannot sum these rows, or None."""
+    if peers is None:
+        return "The Mosaic all-reduce needs mailboxes (Peers.of), which GPUs have that reach each other's memory."
     rows, width, size = y.size // y.shape[-1], y.shape[-1], y.dtype.itemsize
     if size not in (2, 4):
         return f"The Mosaic all-reduce takes 16-bit and 32-bit numbers; these are {y.dtype}."
@@ -41,8 +53,8 @@ def refusal(y: jax.Array, peers: Peers) -> str | None:
         return f"The Mosaic all-reduce needs rows of a multiple of {4 * THREADS} bytes; these have {width * size}."
     if width * size > peers.row_bytes:
         return f"The mailboxes hold rows of {peers.row_bytes} bytes; these have {width * size}."
-    if rows > MOST_ROWS:
-        return f"The Mosaic all-reduce takes up to {MOST_ROWS} rows; these are {rows}."
+    if rows > MAX_ROWS:
+        return f"The Mosaic all-reduce takes up to {MAX_ROWS} rows; these are {rows}."
     return None
 
 
@@ -89,7 +101,7 @@ def all_reduce(y: Float[Array, "*T D"], peers: Peers) -> Float[Array, "*T D"]:
 
 
 def _call(kernel: Callable[..., None], operands: tuple[jax.Array, ...], dtypes: tuple[Any, ...]) -> Any:
-    """A kernel of one warpgroup a row, with outputs like its operands of rows."""
+    """Run a kernel of one warpgroup a row, whose outputs have the shape of its first operand of rows."""
     operands = _compat.vary_alike(*operands)
     rows = next(operand for operand in operands[1:] if operand.ndim == 2)
     return plgpu.kernel(
@@ -102,14 +114,14 @@ def _call(kernel: Callable[..., None], operands: tuple[jax.Array, ...], dtypes: 
 
 
 def _layout(width: int, dtype: Any) -> Any:
-    """A row over the threads of a warpgroup, in vectors of up to 16 bytes."""
+    """The layout of a row over the threads of a warpgroup, in vectors of up to 16 bytes."""
     size = jnp.dtype(dtype).itemsize
     words = next(n for n in (4, 2, 1) if width * size % (4 * n * THREADS) == 0)
     return plgpu.Layout.WG_STRIDED((width,), vec_size=4 * words // size)
 
 
 def _exchanged(row: jax.Array, y: Any, table: Any, peers: Peers, layout: Any) -> jax.Array:
-    """The row of ``y`` summed over all devices, in the order of their ranks, in float32 and then rounded."""
+    """A row of ``y`` summed over all devices in the order of their ranks, in float32, and then rounded."""
     W, D = (table.shape[0] - 1) // 2, y.shape[1]
     is_one_shot = y.shape[0] <= ONE_SHOT_ROWS
 
@@ -117,24 +129,24 @@ def _exchanged(row: jax.Array, y: Any, table: Any, peers: Peers, layout: Any) ->
         arg_types=(plgpu.Layout.WG_SPLAT(()), layout, plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((D,), y.dtype, layout=layout),
     )
-    def exchange(ctx: Any, row: FragmentedArray, own: FragmentedArray, table: Any) -> FragmentedArray:
+    def exchange(ctx: Any, row: FragmentedArray, ours: FragmentedArray, table: Any) -> FragmentedArray:
         del ctx
         boxes = _Mailboxes(table, W, peers, row.registers.item(), is_one_shot)
         if is_one_shot:
             for peer in range(W):
-                send(own, boxes.of(integer(peer), boxes.rank))
+                send(ours, boxes.of(integer(peer), boxes.rank))
             boxes.empty([*range(W)])
-            total = boxes.sum(own)
+            total = boxes.sum(ours)
         else:
             owner = arith.remui(boxes.row, integer(W))
-            send(own, boxes.of(owner, boxes.rank))
+            send(ours, boxes.of(owner, boxes.rank))
             with utils.when(arith.cmpi(arith.CmpIPredicate.eq, owner, boxes.rank)):
                 boxes.empty([*range(W)])
-                summed = boxes.sum(own)
+                summed = boxes.sum(ours)
                 for peer in range(W):
                     send(summed, boxes.of(integer(peer), integer(W)))
             boxes.empty([W])
-            (total,) = receive([boxes.of(boxes.rank, integer(W))], own)
+            (total,) = receive([boxes.of(boxes.rank, integer(W))], ours)
         boxes.next_turn()
         return total
 
@@ -142,7 +154,7 @@ def _exchanged(row: jax.Array, y: Any, table: Any, peers: Peers, layout: Any) ->
 
 
 class _Mailboxes:
-    """Where a row of a call finds its mailboxes on each device, in this turn and the one before."""
+    """Addresses of a row's mailboxes on each device, in this turn and the one before."""
 
     def __init__(self, table: Any, devices: int, peers: Peers, row: Any, is_one_shot: bool) -> None:
         def word(index: Any) -> Any:
@@ -152,7 +164,7 @@ class _Mailboxes:
         self._senders = devices if is_one_shot else devices + 1
         self._is_one_shot = is_one_shot
         self.rank = word(integer(0))
-        first = 0 if is_one_shot else MOST_ROWS
+        first = 0 if is_one_shot else MAX_ROWS
         state = arith.muli(long(arith.addi(row, integer(first))), long(4))
         self._state = arith.addi(self._base(self.rank), state)
         (self._turn,) = ptx("ld.relaxed.gpu.global.b32 $0, [$1];", ["r"], [("l", self._state)])
@@ -163,9 +175,9 @@ class _Mailboxes:
         return arith.ori(arith.shli(high, long(32)), low)
 
     def of(self, device: Any, sender: Any, turn: Any = None) -> Any:
-        """Address on a device of what a sender has for the row."""
+        """Address of a sender's mailbox for the row on a device; ``turn`` None is this turn."""
         turn = self._turn if turn is None else turn
-        rows = ONE_SHOT_ROWS if self._is_one_shot else MOST_ROWS
+        rows = ONE_SHOT_ROWS if self._is_one_shot else MAX_ROWS
         entry = arith.addi(arith.muli(turn, integer(rows)), self.row)
         entry = arith.addi(arith.muli(entry, integer(self._senders)), sender)
         first = 0 if self._is_one_shot else TURNS * ONE_SHOT_ROWS * self._devices
@@ -174,7 +186,7 @@ class _Mailboxes:
         return arith.addi(self._base(device), offset)
 
     def empty(self, senders: list[int]) -> None:
-        """Empty own mailboxes of the turn before, whose rows may have been longer."""
+        """Empty this device's mailboxes of the turn before, in full, since that call's rows may have been longer."""
         before = arith.remui(arith.addi(self._turn, integer(TURNS - 1)), integer(TURNS))
         for sender in senders:
             address = self.of(self.rank, integer(sender), before)
@@ -182,13 +194,13 @@ class _Mailboxes:
                 store([integer(EMPTY)] * 4, place(address, i, 4))
 
     def sum(self, like: FragmentedArray) -> FragmentedArray:
-        """Of what all devices sent, in like's dtype."""
+        """The sum of the rows that all devices sent, in like's dtype."""
         received = receive([self.of(self.rank, integer(sender)) for sender in range(self._devices)], like)
         wide = [x.astype(ir.F32Type.get()) for x in received]
         return functools.reduce(lambda a, b: a + b, wide).astype(like.mlir_dtype)
 
     def next_turn(self) -> None:
-        """For the next call; when all threads know the turn of this one."""
+        """Count up the turn for the next call, once all threads have read the turn of this one."""
         utils.warpgroup_barrier()
         new = arith.remui(arith.addi(self._turn, integer(1)), integer(TURNS))
         with utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread(), integer(0))):

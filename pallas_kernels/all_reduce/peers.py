@@ -1,4 +1,4 @@
-"""Memory of each device that all devices of a process write to, and where it lies."""
+"""Memory of each device that all devices of a process write to, and its addresses."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
-from pallas_kernels.all_reduce.words import EMPTY, THREADS
-
-ONE_SHOT_ROWS = 32  # up to so many, every device sends every row to every other; a second hop would cost more
-MOST_ROWS = 256  # of one call; what is longer is the library's, which wins then
-TURNS = 3  # copies of each mailbox: of this call, of the one before, which is emptied, and an empty one
-_GRAIN = 16 * THREADS  # bytes that the threads of a row write at a time: rows of mailboxes are a multiple of it
-_HEADER = 4 * 2 * MOST_ROWS  # bytes: whose turn it is, for each row of both kinds of calls
+THREADS = 128  # of the warpgroup that takes a row
+EMPTY = 0xFFFFFFFF  # fills empty mailboxes, and nobody sends it: so memory itself tells what has arrived
+ONE_SHOT_ROWS = 32  # of one call; up to so many every device sends every row to every other: a second hop costs more
+MAX_ROWS = 256  # of one call; with more NCCL is faster
+TURNS = 3  # copies of each mailbox: one for this call, one for the call before, which this call empties, and one empty
+_GRAIN = 16 * THREADS  # bytes that the threads of a row write at a time; rows of mailboxes are a multiple of it
+_HEADER = 4 * 2 * MAX_ROWS  # bytes: a counter of turns for each row of one-shot and of two-shot calls
 
 
 def reach_each_other(devices: Sequence[jax.Device]) -> bool:
-    """Whether they are NVIDIA GPUs of this process whose memory each of them can read and write.
+    """Whether the devices are NVIDIA GPUs of this process that can read and write each other's memory.
 
-    JAX opens it to all of them where CUDA says that it can be.
+    JAX gives them access wherever CUDA says that it is possible.
     """
     if any(d.platform != "gpu" or d.process_index != jax.process_index() for d in devices):
         return False
@@ -46,13 +46,14 @@ def reach_each_other(devices: Sequence[jax.Device]) -> bool:
 class Peers:
     """The mailboxes of all devices.
 
-    On each device lie, behind a word for each row that counts turns, mailboxes of ``row_bytes`` for each row, turn and
-    sender: those of calls of few rows, then those of calls of more, which have one sender more (the sum's).
+    The memory of each device holds a word for each row that counts turns, and then a mailbox of ``row_bytes`` for each
+    row, turn and sender: first those of one-shot calls, then those of two-shot calls, which have one sender more, for
+    the sum.
 
     Attributes:
-        table: of each of W devices its rank, and the addresses of the memory of all, low words and high words.
-        memory: of each device; nobody reads it as an array, it is here to stay.
-        row_bytes: of the longest row.
+        table: for each of W devices its rank, and the addresses of all devices' memory: W low words, W high words.
+        memory: of each device; nobody reads the array, but it must stay alive.
+        row_bytes: size of the longest row.
     """
 
     table: UInt32[Array, "W 2*W+1"]
@@ -61,11 +62,11 @@ class Peers:
 
     @staticmethod
     def of(mesh: Mesh, row_bytes: int) -> Peers:
-        """Mailboxes on the devices of a mesh with one axis, all of one process and able to reach each other's memory.
+        """Mailboxes on the devices of a mesh with one axis, for which `reach_each_other` must hold.
 
         Args:
             mesh: of W devices.
-            row_bytes: of the longest row that will be sent.
+            row_bytes: size of the longest row that will be sent.
         """
         row_bytes = -(-row_bytes // _GRAIN) * _GRAIN
         size, (axis,) = mesh.size, mesh.axis_names
@@ -84,11 +85,11 @@ class Peers:
 
     @staticmethod
     def bytes_of(devices: int, row_bytes: int) -> int:
-        """About what the mailboxes take of the memory of each device."""
-        rows = ONE_SHOT_ROWS * devices + MOST_ROWS * (devices + 1)
+        """Bytes of each device's memory that the mailboxes take; ``row_bytes`` is not rounded up here."""
+        rows = ONE_SHOT_ROWS * devices + MAX_ROWS * (devices + 1)
         return _HEADER + TURNS * rows * row_bytes
 
     @property
     def header_bytes(self) -> int:
-        """In front of the mailboxes."""
+        """Size of the counters in front of the mailboxes."""
         return _HEADER

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import timing
 from pallas_kernels.gated_delta import Rows, reference, triton
+from pallas_kernels.lib import timing
 
 HEADS = {"27b": (16, 48), "122b": (16, 64), "35b": (16, 32), "122b-tp2": (8, 32)}  # HK, HV; dk = dv = 128
 LAYERS, SIZE, TAPE = 12, 128, 16

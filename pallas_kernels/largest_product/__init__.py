@@ -1,4 +1,4 @@
-"""The likeliest token of a model's head: the row of a matrix that has the largest product with a vector."""
+"""The argmax of a model's head: the row of a matrix that has the largest product with a vector."""
 
 from __future__ import annotations
 
@@ -7,13 +7,27 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import _compat
-from pallas_kernels.largest_product import mosaic, reference
+from pallas_kernels import registry
 from pallas_kernels.largest_product.reference import largest
+from pallas_kernels.registry import HOPPER
 
-__all__ = ["largest", "largest_product"]
+__all__ = ["LARGEST_PRODUCT", "largest", "largest_product"]
 
 Implementation = Literal["mosaic", "reference"]
+
+LARGEST_PRODUCT = registry.Operation(  # a call is (x, weight)
+    "largest_product",
+    (
+        registry.Implementation(
+            "mosaic",
+            "pallas_kernels.largest_product.mosaic:largest_product",
+            HOPPER,
+            slower="slower",
+            refusal="refusal",
+        ),
+        registry.Implementation("reference", "pallas_kernels.largest_product.reference:largest_product"),
+    ),
+)
 
 
 def largest_product(
@@ -24,39 +38,29 @@ def largest_product(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
-    """``x @ weight.T * scales``, of which the largest: where it is and what it is; of any number of tokens.
+    """The argmax and the maximum of ``x @ weight.T * scales``, for any number of tokens.
 
     Args:
       x: final hidden states; bf16, f16 or float8_e4m3fn (f32: reference only).
-      weight: the head; like x.
-      scales: float32, of the rows of an fp8 head; None is 1.
-      length: int32: so many of the tokens, the first in the array, are wanted; what is found for the others is
-        anything; None is all.
+      weight: the head; dtype like x.
+      scales: float32 scales of the rows of an fp8 head; None is 1.
+      length: int32; only the first ``length`` tokens of the array need a result, the others may get anything; None
+        is all.
       implementation: ``"mosaic"``, where products never leave the chip, or ``"reference"``, which leaves them to XLA;
         None picks the faster.
 
     Returns:
-      The first row (int32) of the largest product, and that product (float32). Where any product of a token is NaN,
-      that is NaN, and the row any of them all.
+      The first row (int32) of the largest product, and that product (float32). For a token with a product that is NaN
+      the product is NaN, and the row any row.
 
     Raises:
       ValueError: shapes or dtypes that do not belong together; the message prints them.
-      NotImplementedError: what the chosen implementation cannot do, in a sentence.
+      NotImplementedError: the chosen implementation cannot do the call; the message says why.
     """
     _check(x, weight, scales)
-    match implementation or _fastest(x, weight):
-        case "mosaic":
-            return mosaic.largest_product(x, weight, scales, length)
-        case "reference":
-            return reference.largest_product(x, weight, scales)
-        case other:
-            raise ValueError(f"implementation must be 'mosaic', 'reference' or None; got {other!r}")
-
-
-def _fastest(x: Any, weight: Any) -> Implementation:
-    capability = _compat.compute_capability()
-    able = capability is not None and capability[0] == 9 and mosaic.refusal(x, weight) is None
-    return "mosaic" if able and mosaic.is_fastest(x, weight) else "reference"
+    run = LARGEST_PRODUCT.function(implementation, (x, weight))
+    index, value = run(x, weight, scales, length)
+    return index, value
 
 
 def _check(x: Any, weight: Any, scales: Any) -> None:

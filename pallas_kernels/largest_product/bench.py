@@ -1,4 +1,4 @@
-"""``python -m pallas_kernels.largest_product.bench``: microseconds of the likeliest token, by rows and dtype."""
+"""``python -m pallas_kernels.largest_product.bench``: microseconds of the argmax of logits, by rows and dtype."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import timing
-from pallas_kernels.largest_product import mosaic, reference
+from pallas_kernels.largest_product import LARGEST_PRODUCT, mosaic, reference
+from pallas_kernels.lib import timing
+from pallas_kernels.registry import Device
 
 DTYPES = {"bf16": jnp.bfloat16, "e4m3": jnp.float8_e4m3fn}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -23,7 +24,7 @@ CALLS, TURNS = 4, 4
 
 
 def measure(rows: int, vocabulary: int, width: int, name: str) -> dict[str, Any]:
-    """XLA's product and argmax and the kernel, in turns: as the card warms up, both become slower."""
+    """Time XLA's product and argmax and the kernel, in turns, since both become slower as the card warms up."""
     dtype = DTYPES[name]
     keys = jax.random.split(jax.random.key(0), CALLS + 1)
     normal = jax.jit(
@@ -33,7 +34,7 @@ def measure(rows: int, vocabulary: int, width: int, name: str) -> dict[str, Any]
     arguments = xs, weight, jnp.linspace(0.5, 1.5, vocabulary) if name == "e4m3" else None
 
     def lower(function: Callable[..., Any]) -> Any:
-        # XLA would multiply by the weight, which all calls share, once.
+        # Without this option XLA would merge all calls into one product, since they share the weight.
         options = {"xla_gpu_dot_merger_threshold_mb": 0}
         program = jax.jit(lambda *a: [function(x, *a[1:]) for x in a[0]], compiler_options=options)
         return program.lower(*arguments)
@@ -42,18 +43,18 @@ def measure(rows: int, vocabulary: int, width: int, name: str) -> dict[str, Any]
     times: dict[str, list[float]] = {name: [] for name in FUNCTIONS}
     for function in (*FUNCTIONS,) * TURNS:
         times[function].append(timing.seconds(programs[function], arguments, CALLS, budget=0.02))
-    (wanted, most), (found, value) = (program(*arguments)[-1] for program in programs.values())
+    (xla_index, xla_value), (index, value) = (program(*arguments)[-1] for program in programs.values())
     row: dict[str, Any] = {"rows": rows, "vocabulary": vocabulary, "width": width, "dtype": name}
     for function in FUNCTIONS:
         seconds = statistics.median(times[function])
         row |= {f"{function} us": round(seconds * 1e6, 1)}
         row |= {f"{function} TFLOP/s": round(2e-12 * rows * vocabulary * width / seconds)}
-    ratios = [xla / own for xla, own in zip(*times.values(), strict=True)]
+    ratios = [xla / kernel for xla, kernel in zip(*times.values(), strict=True)]
     return row | {
         "ratio": round(statistics.median(ratios), 3),
-        "same token": round(float((wanted == found).mean()), 4),
-        "error": float(f"{float(jnp.abs(most - value).max() / jnp.abs(most).max()):.1e}"),
-        "picked": "mosaic" if mosaic.is_fastest(xs[0], weight) else "reference",
+        "same token": round(float((xla_index == index).mean()), 4),
+        "error": float(f"{float(jnp.abs(xla_value - value).max() / jnp.abs(xla_value).max()):.1e}"),
+        "picked": LARGEST_PRODUCT.choose((xs[0], weight), Device.default()).name,
     }
 
 

@@ -12,15 +12,19 @@ PART = 64  # numbers whose maximum is found first, on CPUs
 
 
 def largest_product(
-    x: Float[Array, "*T D"], weight: Float[Array, "V D"], scales: Float[Array, " V"] | None
+    x: Float[Array, "*T D"],
+    weight: Float[Array, "V D"],
+    scales: Float[Array, " V"] | None = None,
+    length: Int[Array, ""] | None = None,
 ) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
-    """See ``pallas_kernels.largest_product``."""
+    """See ``pallas_kernels.largest_product``; every token gets a result."""
+    del length
     products = product(x, weight, jnp.float32)
     return largest(products if scales is None else products * scales)
 
 
 def largest(values: Float[Array, "*T V"]) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
-    """Where the last axis has its largest value, the first of several, and what that is; NaN is the largest."""
+    """The first argmax of the last axis, and the maximum; NaN counts as the largest."""
     index = lax.platform_dependent(values, cpu=_argmax_by_parts, default=_argmax)
     return index, jnp.take_along_axis(values, index[..., None], axis=-1)[..., 0]
 
@@ -30,7 +34,7 @@ def _argmax(values: Float[Array, "*T V"]) -> Int[Array, "*T"]:
 
 
 def _argmax_by_parts(values: Float[Array, "*T V"]) -> Int[Array, "*T"]:
-    """The same by the maxima of parts: XLA finds those several times faster than where they are, on CPUs."""
+    """The first argmax by way of the maxima of parts: on CPUs XLA computes a maximum several times faster."""
     if values.shape[-1] % PART:
         return _argmax(values)
     parts = values.reshape(*values.shape[:-1], -1, PART)

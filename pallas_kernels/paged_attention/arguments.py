@@ -1,4 +1,4 @@
-"""What every implementation of paged attention takes, checked once, and the geometry they share."""
+"""The checked arguments of every implementation of paged attention, and the geometry that they share."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
-from pallas_kernels.masks import Mask
-from pallas_kernels.rotary import Rotary
+from pallas_kernels.lib.masks import Mask
+from pallas_kernels.lib.rotary import Rotary
 
 LOG2E = math.log2(math.e)
+MOST_WIDENED = 1 << 30  # bytes of a 16-bit copy of fp8 pages, which long chunks need; beyond it Triton converts pages
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Fresh:
-    """Heads of a call's tokens as projected: a kernel turns them, and writes keys and values before it attends.
+    """Projected heads of a call's tokens, for a kernel that rotates them, writes keys and values, and attends.
 
     Attributes:
-        heads: of each kv head, side by side, its query heads, its key and its value.
-        slots: where in the pools these go, ``page * S + offset``; -1 writes nothing.
-        rotary: what they lack.
+        heads: each kv head has its query heads, its key and its value side by side.
+        slots: where keys and values go in the pools, ``page * S + offset``; -1 writes nothing.
+        rotary: norm and RoPE that the heads still need.
     """
 
     heads: Float[Array, "B T K J H"]
@@ -50,7 +51,7 @@ class Arguments:
     mask: Mask = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(metadata={"static": True})
-    fresh: Fresh | None = None  # then q is what its heads hold, for its shape alone
+    fresh: Fresh | None = None  # if there are projected heads, q gives the shape of their queries alone
 
     @property
     def kv_heads(self) -> int:
@@ -69,14 +70,14 @@ class Arguments:
     def compute_dtype(self) -> Any:
         """16-bit dtype of the operands of both matrix products; accumulation is always float32.
 
-        fp8 pages convert to float16, exactly: it holds every e4m3 and e5m2 number, and the conversion is one
-        instruction for two elements, where bfloat16 goes through float32.
+        fp8 pages are converted to float16, which holds every e4m3 and e5m2 number exactly. The conversion is one
+        instruction for two numbers, while that to bfloat16 goes through float32.
         """
         return jnp.dtype(jnp.float16) if _compat.is_fp8(self.k_pages.dtype) else self.k_pages.dtype
 
     @property
     def scores_scale(self) -> Float[Array, " K"]:
-        """What a product q.k is multiplied by to be a base-2 logit."""
+        """The factor that makes a product q.k a base-2 logit."""
         return self.k_scale * (self.scale * LOG2E)
 
 
@@ -95,7 +96,12 @@ def checked(
     v_scale: Any,
     valid_from: Any,
 ) -> Arguments:
-    """Checks shapes and dtypes of a call and fills in its defaults; ValueError and TypeError print what they saw."""
+    """Check shapes and dtypes of a call, and fill in its defaults.
+
+    Raises:
+        ValueError: shapes, a mask or a window that do not belong together; the message prints them.
+        TypeError: queries or pages are not floating.
+    """
     if q.ndim != 4 or k_pages.ndim != 4:
         raise ValueError(f"q must be [B, T, N, H] and pages [P, K, S, H]; got {q.shape} and {k_pages.shape}")
     B, T, N, H = q.shape
@@ -117,10 +123,10 @@ def checked(
         q,
         k_pages,
         v_pages,
-        _whole("page_table", page_table, page_table.shape),
-        _whole("kv_length", kv_length, (B,)),
-        _whole("q_length", jnp.full((B,), T, jnp.int32) if q_length is None else q_length, (B,)),
-        _whole("valid_from", jnp.zeros((B,), jnp.int32) if valid_from is None else valid_from, (B,)),
+        _integers("page_table", page_table, page_table.shape),
+        _integers("kv_length", kv_length, (B,)),
+        _integers("q_length", jnp.full((B,), T, jnp.int32) if q_length is None else q_length, (B,)),
+        _integers("valid_from", jnp.zeros((B,), jnp.int32) if valid_from is None else valid_from, (B,)),
         _per_head("k_scale", k_scale, K),
         _per_head("v_scale", v_scale, K),
         mask=mask,
@@ -134,7 +140,8 @@ def key_range(
 ) -> tuple[Any, Any]:
     """Half-open range of key positions that query tokens first..last (inclusive) of one sequence may see.
 
-    Scalars of a kernel or arrays alike. Tokens past ``q_length`` see nothing; the range is empty if no token is left.
+    It takes scalars of a kernel as well as arrays. Tokens past ``q_length`` see nothing; the range is empty if no
+    other token is left.
     """
     last = jnp.minimum(last, q_length - 1)
     start = kv_length - q_length
@@ -149,16 +156,16 @@ def key_range(
 
 
 def page_range(low: Any, high: Any, page_size: int) -> tuple[Any, Any]:
-    """Half-open range of the pages that hold positions low..high-1, empty if these are none, wherever ``low`` lies.
+    """Half-open range of the pages that hold positions low..high-1; empty if there is no such position.
 
-    It bounds every read: a page outside it may have been given back, and its entry in the page table be anything.
+    Kernels must read no other page: it may have been given back, and its entry in the page table may be anything.
     """
     first = low // page_size
     return first, jnp.where(high > low, (high + page_size - 1) // page_size, first)
 
 
 def operand(x: jax.Array, dtype: Any) -> jax.Array:
-    """Queries in the dtype of the products; float16 cannot hold all that bfloat16 can, so clip first."""
+    """Queries in the dtype of the products; clipped for float16, whose range is smaller than bfloat16's."""
     if dtype == jnp.float16 and x.dtype != jnp.float16:
         limit = _compat.max_finite(jnp.float16)
         x = jnp.clip(x.astype(jnp.float32), -limit, limit)
@@ -169,7 +176,7 @@ def _spec(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}"
 
 
-def _whole(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
+def _integers(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
     x = jnp.asarray(x)
     if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be an integer array {list(shape)}; got {_spec(x)}")

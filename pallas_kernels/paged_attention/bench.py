@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from pallas_kernels import timing
+from pallas_kernels.lib import timing
 from pallas_kernels.paged_attention.arguments import checked
 from pallas_kernels.paged_attention.reference import paged_attention as oracle
 
@@ -25,7 +25,7 @@ DTYPES = {"bf16": jnp.bfloat16, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5
 PAGE = 64
 TABLES = 4  # different page tables in one program
 POOL = 1 << 30  # bytes of keys of the smallest pool: far more than L2 holds
-MOST = 24 << 30  # bytes of keys of the largest
+MAX_POOL = 24 << 30  # bytes of keys of the largest pool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +52,16 @@ class Case:
 
     @property
     def data(self) -> Case:
-        """What decides the operands: cases that differ in the implementation or the mask share them."""
+        """The case without implementation and mask: cases that differ in these alone share their operands."""
         return dataclasses.replace(self, implementation="", mask="")
 
     @property
     def pages(self) -> int:
-        """Pages of the pool: all tables' if they fit; never between 2 and 4 GiB, where Triton refuses 8-bit pools."""
+        """Pages of the pool, never between 2 and 4 GiB, where Triton refuses 8-bit pools."""
         _, K, H = MODELS[self.model]
         page = K * PAGE * H * jnp.dtype(DTYPES[self.dtype]).itemsize
         one = self.batch * (self.context // PAGE)
-        wanted = min(max(one, POOL // page), max(one, MOST // page))
+        wanted = min(max(one, POOL // page), max(one, MAX_POOL // page))
         gib = wanted * page / (1 << 30)
         return wanted if not 2 < gib <= 4 else max(one, (4 << 30) // page + 1)
 
@@ -95,7 +95,7 @@ def operands(data: Case) -> tuple[Any, ...]:
 
 
 def program(case: Case) -> Any:
-    """``TABLES`` calls in one program, as a model's layers would follow each other."""
+    """``TABLES`` calls in one program, one after another like a model's layers."""
     attend = functools.partial(pallas_kernels.paged_attention, mask=case.mask, implementation=case.implementation)
     return jax.jit(
         lambda q, k, v, tables, lengths: [
@@ -113,10 +113,10 @@ def shapes(case: Case) -> tuple[Any, ...]:
     return [q] * TABLES, pool, pool, [table] * TABLES, struct((case.batch,), jnp.int32)
 
 
-def error(case: Case, found: jax.Array) -> float:
+def error(case: Case, out: jax.Array) -> float:
     """Relative error of the first sequence against the oracle, in float32."""
     expected = _expected(dataclasses.replace(case, implementation=""))
-    difference = jnp.linalg.norm(found[0].astype(jnp.float32) - expected[0])
+    difference = jnp.linalg.norm(out[0].astype(jnp.float32) - expected[0])
     return float(difference / jnp.linalg.norm(expected))
 
 
@@ -131,10 +131,12 @@ def _expected(case: Case) -> jax.Array:
         "v_scale": 1.0,
         "valid_from": None,
     }
-    # the pages of one sequence only, renumbered: the oracle's float32 copy of a whole pool would not fit
-    own = tables[0][0]
-    order = jnp.arange(own.size, dtype=jnp.int32)[None]
-    arguments = checked(q[0][:1].astype(jnp.float32), k_pages[own], v_pages[own], order, lengths[:1], None, **options)
+    # The pages of one sequence alone, renumbered: the oracle's float32 copy of the full pool would not fit.
+    pages = tables[0][0]
+    order = jnp.arange(pages.size, dtype=jnp.int32)[None]
+    arguments = checked(
+        q[0][:1].astype(jnp.float32), k_pages[pages], v_pages[pages], order, lengths[:1], None, **options
+    )
     return oracle(arguments)
 
 
@@ -160,7 +162,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
     def largest(case: Case) -> int:
         return 2 * case.batch * case.context * MODELS[case.model][1] * MODELS[case.model][2]
 
-    return [c for c in named if largest(c) <= MOST and not (c.mask == "block" and c.tokens == 1)]
+    return [c for c in named if largest(c) <= MAX_POOL and not (c.mask == "block" and c.tokens == 1)]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Merges the splits of a call: the softmax over all keys from those over parts of them."""
+"""Merging the splits of a call: the softmax over all keys from the softmaxes over parts of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import _compat
 from pallas_kernels.paged_attention.arguments import Arguments
 
-_LOWEST = -1e30
+_LOWEST = -1e30  # maximum of a split that does not exist: finite, so that no difference of two maxima is inf - inf
 
 
 def combine(
@@ -24,7 +24,7 @@ def combine(
     args: Arguments,
     interpret: bool,
 ) -> Float[Array, "B T N H"]:
-    """Merges the partial sums of every split; a split with a total of 0 is empty and its sums are not used.
+    """Merge the partial sums of all splits; a split with a total of 0 is empty, and its sums are not used.
 
     Args:
       acc: sums of values weighted with ``2 ** (logit - highest)``, unnormalised. Rows r are token * group + head.
@@ -51,12 +51,13 @@ def _merge(acc: Any, highest: Any, total: Any, v_scale: Any, out: Any, *, group:
     """One program: one row of one kv head of one sequence, all its splits at once."""
     row, head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     split = jnp.arange(pl.next_power_of_2(splits), dtype=jnp.int32)
-    real = split < splits
-    totals = pltriton.load(total.at[b, head, split, row], mask=real, other=0.0)
-    peaks = pltriton.load(highest.at[b, head, split, row], mask=real, other=_LOWEST)
-    # Also of empty splits, whose sums may be NaN: so this load need not wait for the totals.
-    parts = pltriton.load(acc.at[_compat.row_index(b, head, split, row, acc.shape[-1])], mask=real[:, None], other=0.0)
-    used = real & (totals > 0)
+    exists = split < splits
+    totals = pltriton.load(total.at[b, head, split, row], mask=exists, other=0.0)
+    peaks = pltriton.load(highest.at[b, head, split, row], mask=exists, other=_LOWEST)
+    # Sums of empty splits are loaded too, though they may be NaN, so that this load need not wait for the totals.
+    rows = acc.at[_compat.row_index(b, head, split, row, acc.shape[-1])]
+    parts = pltriton.load(rows, mask=exists[:, None], other=0.0)
+    used = exists & (totals > 0)
     weights = jnp.where(used, jnp.exp2(peaks - peaks.max(0)), 0.0)
     denominator = (weights * totals).sum(0)
     merged = jnp.where(used[:, None], parts * weights[:, None], 0.0).sum(0)
@@ -71,7 +72,10 @@ def combine_jnp(
     *,
     args: Arguments,
 ) -> Float[Array, "B T N H"]:
-    """``combine`` in plain jnp, of sums by query head whose rows past ``q_length`` hold anything; they become zeros."""
+    """``combine`` in plain jnp, for sums by query head.
+
+    Rows past ``q_length`` may hold anything, and become zeros.
+    """
     B, T, N, H = args.q.shape
     acc, highest, total = acc[..., :T, :], highest[..., :T], total[..., :T]
     exists = jnp.arange(T, dtype=jnp.int32)[None] < args.q_length[:, None]

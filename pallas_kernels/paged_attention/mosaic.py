@@ -1,26 +1,26 @@
 """Paged attention on Hopper, on Pallas' Mosaic GPU backend: decode, verify and draft blocks.
 
-Longer chunks of prompts are ``mosaic_prefill``'s, with which this shares its public functions.
+The public functions also serve longer chunks of prompts, which they hand to ``mosaic_prefill``.
 
 An item is up to 64 query rows of one kv head (the tokens of its first query head, then those of the next) and one split
-of the pages that its sequence sees. There are no more CTAs than multiprocessors: each attends one item after the other,
-a page a step, and has the pages of the next on their way while it ends one. Its warpgroups:
+of the pages that its sequence sees. There are no more CTAs than multiprocessors. A CTA attends one item after another,
+a page a step, and prefetches the pages of the next item while it finishes one. Its warpgroups:
 
 * one producer follows the page table and starts TMA copies of pages into a ring in shared memory;
-* over fp8 pages, a converter splits the queries and rewrites values as float16, exactly, into a second, small ring;
+* over fp8 pages, a converter splits the queries and converts values to float16, exactly, into a second, small ring;
 * consumers take pages in turn, each with its own online softmax: S = Q K^T and P V by wgmma with P, and where it fits
   Q, in registers. At the end of an item they exchange halves of their sums, and each merges and writes half of the
-  result's columns, or, where keys are split, of the sums', which ``combine_jnp`` merges.
+  columns: of the result, or, if keys are split, of the sums, which ``combine_jnp`` merges.
 
-Where CTAs have several items, the sequences that see most come first, and CTAs take them to and fro.
+If CTAs have several items, the sequences that see most come first, and CTAs take items in alternating order.
 
-Keys in fp8 are never converted: an 8-bit wgmma reads them as they lie, and the queries, scaled a row at a time to fill
-the range of fp8, come as a sum of fp8 terms, each holding what the ones before it rounded away (two of e4m3 or three
-of e5m2: 8 bits and more of mantissa, as many as bfloat16 has). Values cannot go that way, since an 8-bit wgmma wants
-its second operand with tokens innermost, which pages are not.
+Keys in fp8 are never converted: an 8-bit wgmma reads them from the page. The queries are scaled row by row to fill the
+range of fp8, and split into a sum of fp8 terms, each of which holds what the terms before it rounded away (two of e4m3
+or three of e5m2: at least the 8 bits of bfloat16's mantissa). Values have to be converted, since an 8-bit wgmma needs
+its second operand with tokens innermost, and in pages the head dimension is innermost.
 
-What a row sees is one interval of positions, computed outside (``_bounds``) from the shared mask; a page needs a mask
-only at the ends of its rows' intervals, and values that no row sees are zeroed there, since they may be NaN.
+A row sees one interval of positions, computed outside the kernel (``rows.bounds``) from the shared mask. Pages need a
+mask only at the ends of their rows' intervals. There, values that no row sees are zeroed, since they may be NaN.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
+from pallas_kernels.lib.shared_memory import tiled
 from pallas_kernels.paged_attention import mosaic_prefill
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.paged_attention.combine import combine_jnp
@@ -53,10 +54,9 @@ from pallas_kernels.paged_attention.rows import (
     terms,
 )
 from pallas_kernels.paged_attention.splits import best_splits
-from pallas_kernels.shared_memory import tiled
 
-_SHARED_MEMORY = 221 * 1024  # bytes of a CTA, less 6 KiB for barriers, alignment and the compiler's scratch
-_MOST_ROW_BLOCKS = 4
+_SHARED_MEMORY = 221 * 1024  # bytes of a CTA: 227 KiB less 6 KiB for barriers, alignment and the compiler's scratch
+_MAX_ROW_BLOCKS = 4  # of a kv head; a call with more is a chunk of a prompt
 
 
 def refusal(args: Arguments) -> str | None:
@@ -74,21 +74,35 @@ def refusal(args: Arguments) -> str | None:
 
 
 def _is_long(args: Arguments) -> bool:
-    """Whether a call has more query rows than a block: these are a chunk of a prompt."""
-    return args.group * head_rows(args.q.shape[1]) > _MOST_ROW_BLOCKS * ROWS
+    """Whether a call is a long chunk of a prompt, which ``mosaic_prefill`` serves."""
+    return args.group * head_rows(args.q.shape[1]) > _MAX_ROW_BLOCKS * ROWS
 
 
-def is_fastest(args: Arguments) -> bool:
-    """Whether this call is at least as fast here as on the Triton backend, by the measurements in BENCH.md.
+def slower(args: Arguments) -> str | None:
+    """Why the Triton kernel was measured faster (BENCH.md), or None; `refusal` may object all the same.
 
-    How long the sequences are is not known when a program is built; how long they may become is.
+    The lengths of the sequences are not known when a program is built; only the width of the page tables is.
     """
+    if refusal(args) is not None:  # which says more
+        return None
     if _is_long(args):
-        return mosaic_prefill.is_fastest(args)
+        return mosaic_prefill.slower(args)
+    if _is_at_least_as_fast(args):
+        return None
+    B, T, _, H = args.q.shape
+    heads, rows, tokens = B * args.kv_heads, T * args.group, args.page_table.shape[1] * args.page_size
+    return (
+        f"The Triton kernel was measured faster for {heads} kv heads in all, with {rows} query rows of {H} each, over "
+        f"up to {tokens} tokens in {args.k_pages.dtype}."
+    )
+
+
+def _is_at_least_as_fast(args: Arguments) -> bool:
+    """Whether the Mosaic kernel measured at least as fast as the Triton kernel for a block."""
     T, H, rows = args.q.shape[1], args.q.shape[-1], args.q.shape[1] * args.group
     capacity = args.page_table.shape[1] * args.page_size
-    # Where the card is full no split is needed, and none is merged. Of fp8 half is enough, unless rows are few, of
-    # which only those of one token were measured.
+    # On a full card keys need no split, so nothing has to be merged. With fp8 pages half a card is enough, except for
+    # few rows; of those only calls of one token were measured.
     is_fp8 = _compat.is_fp8(args.k_pages.dtype)
     full = args.q.shape[0] * args.kv_heads > (0.45 if is_fp8 and rows > 16 else 0.9) * _compat.sm_count()
     fills = full and (rows > 16 or (T == 1 and capacity >= 1024))
@@ -100,7 +114,7 @@ def is_fastest(args: Arguments) -> bool:
 
 
 def default_config(args: Arguments) -> Config:
-    """The configuration that measured best on an H200 for this shape (BENCH.md)."""
+    """The configuration that was fastest on an H200 for this shape (BENCH.md)."""
     B, T, _, H = args.q.shape
     consumers = 1 if H > 128 else 2
     wide = (1 if H > 128 else 2) if _compat.is_fp8(args.k_pages.dtype) else 0
@@ -113,7 +127,7 @@ def default_config(args: Arguments) -> Config:
 
 
 def _shared_memory(args: Arguments, config: Config) -> int:
-    """Bytes of shared memory of a CTA, barriers apart."""
+    """Bytes of shared memory of a CTA, without barriers."""
     H, S, size = args.q.shape[-1], args.page_size, args.k_pages.dtype.itemsize
     ring = config.consumers * (config.stages * 2 * S * H * size + config.wide * S * H * 2)
     merging = ROWS * H * 4 if config.consumers > 1 else 0
@@ -124,7 +138,7 @@ def _shared_memory(args: Arguments, config: Config) -> int:
 
 @functools.partial(jax.jit, static_argnames="config")
 def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[Array, "B T N H"]:
-    """See ``pallas_kernels.paged_attention``; ``config`` is for blocks, a chunk of a prompt has none."""
+    """See ``pallas_kernels.paged_attention``; long chunks of prompts ignore ``config``."""
     if reason := refusal(args):
         raise NotImplementedError(reason)
     if _is_long(args):
@@ -147,7 +161,7 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     dtype = jnp.float32 if config.splits > 1 else args.q.dtype
     shape = Shape(config, args.page_size, K, blocks, args.group, copied_tokens(args), items, ctas)
 
-    def paged_attention_kernel(*refs: Any, **scratch: Any) -> None:  # by whose name profilers know it
+    def paged_attention_kernel(*refs: Any, **scratch: Any) -> None:  # profilers show its name
         attend(*refs, shape=shape, **scratch)
 
     results = plgpu.kernel(
@@ -160,7 +174,7 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
         scratch_types=_scratch(args, config),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*inputs)
-    results = _compat.vary_alike(*results, *inputs)[: len(results)]  # Mosaic's outputs do not say so
+    results = _compat.vary_alike(*results, *inputs)[: len(results)]  # Mosaic does not mark its outputs as varying
     if config.splits == 1:
         return results[0][:, :T].reshape(B, T, N, H)
     acc, highest, total = (_by_head(x, args) for x in results)
@@ -168,16 +182,17 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
 
 
 def _by_head(x: Array, args: Arguments) -> Array:
-    """Sums of blocks of rows ``[B, K, splits, blocks, rows, ...]``, as those of query heads."""
+    """Sums of blocks of rows ``[B, K, splits, blocks, rows, ...]`` as ``[B, K, splits, group, R, ...]``."""
     R = head_rows(args.q.shape[1])
     flat = x.reshape(*x.shape[:3], -1, *x.shape[5:])[:, :, :, : args.group * R]
     return flat.reshape(*x.shape[:3], args.group, R, *x.shape[5:])
 
 
 def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
+    """Shared memory and barriers of a CTA, by name."""
     H, S, dtype, consumers = args.q.shape[-1], args.page_size, args.k_pages.dtype, config.consumers
     slots, wide, tokens = consumers * config.stages, consumers * config.wide, copied_tokens(args)
-    of_rows: Any = plgpu.SMEM if tokens < TILE else tiled  # no fewer rows than a tile's can be copied to tiles
+    of_rows: Any = plgpu.SMEM if tokens < TILE else tiled  # TMA cannot copy fewer rows than a tile has into tiles
     scratch = {
         "q_s": tiled((terms(dtype) * ROWS, H), dtype) if wide else of_rows((ROWS, H), dtype),
         "bounds_s": plgpu.SMEM((3, ROWS), jnp.int32),
@@ -190,7 +205,7 @@ def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
     }
     if consumers > 1:
         scratch["acc_s"] = tiled((consumers, ROWS, H // consumers), jnp.float32)
-        scratch |= {name: plgpu.Barrier(num_arrivals=consumers) for name in ("given", "free")}
+        scratch |= {name: plgpu.Barrier(num_arrivals=consumers) for name in ("halves_sent", "free")}
     if config.splits == 1:
         scratch["out_s"] = of_rows((consumers, ROWS, H // consumers), args.q.dtype)
     if wide:

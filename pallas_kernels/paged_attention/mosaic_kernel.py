@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel of paged attention: what each warpgroup of a CTA does (see ``mosaic`` for the whole)."""
+"""The Mosaic GPU kernel of paged attention: what each warpgroup of a CTA does (``mosaic`` has the overview)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def attend(
     block_bounds: Any, row_bounds: Any, page_table: Any, scores_scale: Any, v_scale: Any, q: Any, k_pages: Any,
     v_pages: Any, *outputs: Any, shape: Shape, **s: Any,
 ) -> None:  # fmt: skip
-    """One CTA; ``s`` is its scratch. ``outputs`` are the result, or where keys are split the sums of each split."""
+    """The body of one CTA; ``s`` is its scratch. ``outputs`` are the result, or the sums of each split of the keys."""
     config = shape.config
     cta, me = lax.axis_index("cta"), lax.axis_index("warpgroup")
     consumer, converter, producer = _registers(config)
@@ -35,7 +35,7 @@ def attend(
 
         def step(n: Any, work: Work) -> None:
             head = work.place.head
-            scales = scores_scale[head], v_scale[head]  # asked for early: a read takes long
+            scales = scores_scale[head], v_scale[head]  # loaded early, since the latency is long
             plgpu.barrier_wait(s["q_full"])
             if config.wide:
                 plgpu.barrier_wait(s["q_ready"])
@@ -73,7 +73,7 @@ def attend(
 
         def step(n: Any, work: Work) -> None:
             b, block = work.place.b, work.place.block
-            likely = page_table[b, 0]  # asked for before it is known which page is the first: a read takes long
+            likely = page_table[b, 0]  # loaded before the number of the first page is known, since the latency is long
 
             @pl.when(n > 0)
             def _():
@@ -83,26 +83,27 @@ def attend(
                 source = q.at[b, tokens, pl.ds(n_head * k_pages.shape[3], k_pages.shape[3])]
                 plgpu.copy_gmem_to_smem(source, s["rows_s" if config.wide else "q_s"].at[rows], s["q_full"])
             plgpu.copy_gmem_to_smem(row_bounds.at[b, block], s["bounds_s"], s["q_full"])
-            other = (work.first > 0) & (work.count > 0)
-            page = lax.cond(other, lambda: page_table[b, work.first], lambda: likely)
+            is_other = (work.first > 0) & (work.count > 0)
+            page = lax.cond(is_other, lambda: page_table[b, work.first], lambda: likely)
             _produce(work, page, page_table.at[b], k_pages, v_pages, s)
 
         for_items(cta, block_bounds, shape, step)
 
 
 def _registers(config: Config) -> tuple[int, int, int]:
-    """Registers of a thread of consumers, converter and producer; together at most what the CTA is launched with."""
+    """Registers of a thread of consumer, converter and producer; together at most what the CTA starts with."""
     return {(1, 0): (232, 0, 40), (2, 0): (232, 0, 40), (1, 1): (232, 128, 40), (2, 1): (200, 80, 24)}[
         config.consumers, config.converters
     ]
 
 
 def _split_queries(s: dict[str, Any]) -> None:
-    """Leaves queries in ``q_s`` as products with fp8 keys want them, and in ``factor_s`` what undoes their scaling.
+    """The converter's first task: write the queries to ``q_s`` as fp8 terms, and the inverse of their scales.
 
-    The converter scales each row by the power of two that fills the range of fp8 and splits it into fp8 terms, each of
-    which holds what the ones before it rounded away: a bfloat16 is their exact sum, unless it is tiny beside its row's
-    largest. Rows that never came stay garbage. Half of the rows at a time fit its registers.
+    It scales each row by the power of two that fills the range of fp8, and splits it into fp8 terms. Each term holds
+    what the terms before it rounded away: a bfloat16 is their exact sum, unless it is tiny beside the largest number of
+    its row. Rows that were not copied stay garbage. Half of the rows at a time fit into registers. The inverse scales
+    go to ``factor_s``.
     """
     H, dtype = s["rows_s"].shape[1], s["q_s"].dtype
     layout, size = copy_layout(H), ROWS // 2
@@ -123,7 +124,7 @@ def _split_queries(s: dict[str, Any]) -> None:
 
 
 def _produce(work: Work, page: Any, page_table: Any, k_pages: Any, v_pages: Any, s: dict[str, Any]) -> None:
-    """The producer: page after page of an item into the ring, as slots come free."""
+    """The producer: copy page after page of an item into the ring, as slots come free."""
     last = work.first + work.count - 1
 
     def step(i: Any, page: Any) -> Any:
@@ -142,7 +143,7 @@ def _produce(work: Work, page: Any, page_table: Any, k_pages: Any, v_pages: Any,
 
 
 def _convert(work: Work, s: dict[str, Any]) -> None:
-    """The converter: the values of every page of an item, as float16, into slots of their consumer."""
+    """The converter: write the values of every page of an item as float16 into slots of the page's consumer."""
     config = work.shape.config
 
     def step(i: Any, nothing: None) -> None:
@@ -164,9 +165,10 @@ def _convert(work: Work, s: dict[str, Any]) -> None:
 
 
 def _store_seen(values: jax.Array, target: Any, i: Any, work: Work) -> None:
-    """Stores the values of page i, those that no row sees as zeros: they may be NaN, and 0 * NaN is NaN.
+    """Store the values of page i, with zeros where no row sees them: they may be NaN, and 0 * NaN is NaN.
 
-    Converts in each branch apart: LLVM takes vectors to pieces, at two instructions an element, that both would share.
+    The conversion is repeated in each branch, since LLVM takes vectors that two branches share to pieces, at two
+    instructions a number.
     """
     S, H = values.shape
     seen = work.seen(i)
@@ -186,18 +188,18 @@ def _store_seen(values: jax.Array, target: Any, i: Any, work: Work) -> None:
 def _consume(work: Work, me: Any, bounds: tuple[jax.Array, jax.Array], scores_scale: Any, s: dict[str, Any]) -> _Sums:
     """A consumer: the online softmax over its pages of an item.
 
-    There is one copy of the code for all pages, since code that runs for the first time has to be read from memory.
+    All pages run the same copy of the code, since code that runs for the first time has to be read from memory.
     """
     config, (S, H) = work.shape.config, s["k_s"].shape[1:]
     column = plgpu.Layout.WGMMA.reduce(1)
-    factor = jnp.full((ROWS,), scores_scale, jnp.float32)  # what makes products base-2 logits
+    factor = jnp.full((ROWS,), scores_scale, jnp.float32)  # makes products base-2 logits
     factor = plgpu.layout_cast(factor, column)
     if config.wide:
         factor = factor * _compat.smem_load(s["factor_s"], column)
     queries = [s["q_s"].at[pl.ds(term * ROWS, ROWS)] for term in range(s["q_s"].shape[0] // ROWS)]
     if held := _held(config, H):
         layout = plgpu.Layout.WGMMA_8BIT if config.wide else plgpu.Layout.WGMMA
-        tiles = config.wide > 0 or work.shape.tokens > 1  # rows in none meet conflicts
+        tiles = config.wide > 0 or work.shape.tokens > 1  # loads of untiled rows have bank conflicts
         queries = [_compat.smem_load(q, layout, optimized=tiles) for q in queries]
 
     def products(i: Any) -> jax.Array:
@@ -222,7 +224,7 @@ def _consume(work: Work, me: Any, bounds: tuple[jax.Array, jax.Array], scores_sc
         acc, highest, total = sums
         i = work.begin(me) + j * config.consumers
         scores = products(i)
-        if held:  # and not before: who arrives at a barrier does not wait for loads of its own that are under way
+        if held:  # not earlier: arriving at a barrier does not wait for the loads of the queries to finish
             pl.when(j == 0)(lambda: plgpu.barrier_arrive(s["q_empty"]))
         scores = lax.cond(work.plain(i), lambda: scores, lambda: masked(scores, i))
         new = jnp.maximum(highest, scores.max(axis=1) * factor)
@@ -243,14 +245,14 @@ def _consume(work: Work, me: Any, bounds: tuple[jax.Array, jax.Array], scores_sc
 def _held(config: Config, H: int) -> bool:
     """Whether consumers hold queries in registers, which spares shared memory a third of its reads.
 
-    Not those of heads of 64, which are as large as the weights: ptxas (12.9 and 13.0, not 13.5) lets these overwrite
-    them, though the next page's products want them.
+    Queries of heads of 64 stay in shared memory: they are as large as the weights, and ptxas (12.9 and 13.0, not 13.5)
+    lets the weights overwrite them before the products of the next page.
     """
     return H == 128 or (config.wide > 0 and H > 128)
 
 
 def _weighted_values(acc: jax.Array, weights: jax.Array, i: Any, work: Work, s: dict[str, Any]) -> jax.Array:
-    """``acc`` plus the weights times the values of page i, which are converted, or as TMA brought them."""
+    """``acc`` plus the weights times the values of page i, from the converted ring or from the ring of pages."""
     config = work.shape.config
     name = "wide" if config.wide else "v"
     slot = work.slot(i, config.wide or config.stages)[0]
@@ -270,7 +272,7 @@ def _weighted_values(acc: jax.Array, weights: jax.Array, i: Any, work: Work, s: 
 
 
 def _merge(sums: _Sums, me: Any, config: Config, s: dict[str, Any]) -> _Sums:
-    """Merges the consumers' sums: each gives the other half of its columns, and has the other's of its own half."""
+    """Merge the two consumers' sums: each sends half of its columns to the other, and merges the other half."""
     if config.consumers == 1:
         return sums
     acc, highest, total = sums
@@ -281,18 +283,18 @@ def _merge(sums: _Sums, me: Any, config: Config, s: dict[str, Any]) -> _Sums:
     s["acc_s"].at[1 - me][...] = jnp.where(first, right, left)
     s["sums_s"].at[me, 0][...] = highest
     s["sums_s"].at[me, 1][...] = total
-    plgpu.barrier_arrive(s["given"])
-    plgpu.barrier_wait(s["given"])
+    plgpu.barrier_arrive(s["halves_sent"])
+    plgpu.barrier_wait(s["halves_sent"])
     other_acc = _compat.smem_load(s["acc_s"].at[me], plgpu.Layout.WGMMA)
     other_highest, other_total = (_compat.smem_load(s["sums_s"].at[1 - me, i], column) for i in range(2))
     new = jnp.maximum(highest, other_highest)
-    mine, others = jnp.exp2(highest - new), jnp.exp2(other_highest - new)
-    acc = jnp.where(first, left, right) * across(mine, half) + other_acc * across(others, half)
-    return acc, new, total * mine + other_total * others
+    shrink, other_shrink = jnp.exp2(highest - new), jnp.exp2(other_highest - new)
+    acc = jnp.where(first, left, right) * across(shrink, half) + other_acc * across(other_shrink, half)
+    return acc, new, total * shrink + other_total * other_shrink
 
 
 def _write_result(sums: _Sums, real: jax.Array, v_scale: Any, work: Work, me: Any, out: Any, s: dict[str, Any]) -> None:
-    """Normalises the weighted values of all keys and writes them, zeros for rows that are no token's."""
+    """Normalise the weighted values of all keys and write them, with zeros for rows that are no token's."""
     acc, _, total = sums
     width, place = acc.shape[1], work.place
     factor = v_scale / jnp.where(total > 0, total, jnp.ones_like(total))
@@ -305,7 +307,7 @@ def _write_result(sums: _Sums, real: jax.Array, v_scale: Any, work: Work, me: An
 
 
 def _write_sums(sums: _Sums, work: Work, me: Any, outputs: Any, s: dict[str, Any]) -> None:
-    """Writes the sums of a split, of the values only if it has any key: a total of 0 says that it has none."""
+    """Write the sums of a split. A split without keys writes no values: its total of 0 says that there are none."""
     acc, highest, total = sums
     shape, place, width = work.shape, work.place, acc.shape[1]
     targets = [x.at[place.b, place.head, work.split, place.block] for x in outputs]
@@ -314,7 +316,7 @@ def _write_sums(sums: _Sums, work: Work, me: Any, outputs: Any, s: dict[str, Any
     staged.at[1][...] = total
     if shape.config.consumers > 1:
         s["acc_s"].at[me][...] = acc
-    else:  # straight from registers: no shared memory is left to lay it out in
+    else:  # straight from registers, since no shared memory is left to stage it
 
         @pl.when(work.count > 0)
         def _():

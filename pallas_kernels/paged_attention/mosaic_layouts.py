@@ -1,4 +1,4 @@
-"""What the Mosaic kernels share: a layout of registers, and a number a row at every column."""
+"""Register layouts that the Mosaic kernels share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOWEST = -1e30  # start of a running maximum: finite, so that no difference of t
 
 
 def copy_layout(H: int) -> Any:
-    """Registers for copying a page: 8 neighbouring elements a lane, so that neither side of it meets bank conflicts."""
+    """The layout for copying a page of heads of H: 8 neighbours a lane, so that no side of it has bank conflicts."""
     lanes = min(H // 8, 16)
     tile = (32 // lanes, lanes * 8)
     tiling = _compat.tiling(((4 * tile[0], tile[1]), tile, (8,)))
@@ -22,5 +22,5 @@ def copy_layout(H: int) -> Any:
 
 
 def across(x: jax.Array, width: int) -> jax.Array:
-    """A number a row, at every column."""
+    """Broadcast one number a row to ``width`` columns."""
     return lax.broadcast_in_dim(x, (x.shape[0], width), [0])

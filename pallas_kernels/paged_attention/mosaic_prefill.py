@@ -1,14 +1,15 @@
 """Paged attention of long chunks of prompts on Hopper, on Pallas' Mosaic GPU backend.
 
-There the products are the limit, not the bytes. One CTA attends two blocks of 64 query rows (64 tokens of one query
-head each, neighbours among the heads of a kv head) to the pages that either sees, two pages a step. Its warpgroups:
+Such calls are limited by arithmetic, not by bandwidth. One CTA attends two blocks of 64 query rows (each 64 tokens of
+one query head, neighbours among the heads of a kv head) to the pages that either sees, two pages a step. Its
+warpgroups:
 
 * one producer follows the page table and starts TMA copies of pages into a ring in shared memory;
-* two consumers, one for each block of rows, go through all steps with an online softmax. While one computes, the tensor
-  cores work for the other.
+* two consumers, one for each block of rows, go through all steps with an online softmax. While one computes its
+  softmax, the tensor cores multiply for the other.
 
-Pages in fp8 are copied to 16 bits first, those of all sequences of the call: a CTA reads each of them for 128 query
-rows only, and would have to convert as much as all the others.
+Pages in fp8 are first converted to a 16-bit copy, for all sequences of the call: a CTA reads a page for only 128 query
+rows, and every CTA would have to repeat the conversion.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
-from pallas_kernels.paged_attention.arguments import Arguments, key_range, operand, page_range
+from pallas_kernels.lib.shared_memory import tiled
+from pallas_kernels.paged_attention.arguments import MOST_WIDENED, Arguments, key_range, operand, page_range
 from pallas_kernels.paged_attention.mosaic_layouts import LOWEST, across, copy_layout
 from pallas_kernels.paged_attention.rows import ROWS
-from pallas_kernels.shared_memory import tiled
 
 _CONSUMERS = 2
-_PAGES = 2  # of a step
+_PAGES = 2  # pages of a step
 _STAGES = 2  # steps in flight
-_REGISTERS = (232, 40)  # of a thread of consumers and producer
-MOST_WIDENED = 1 << 30  # bytes of a copy of fp8 pages in 16 bits; beyond, Triton is left to convert them as they come
+_REGISTERS = (232, 40)  # of a thread of a consumer, and of the producer
+_MIN_FILL = 0.45  # of the card by CTAs; below it the Triton kernel, which can split keys, measured faster
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array]  # weighted values, running maximum, sum of the weights
 
 
 def refusal(args: Arguments) -> str | None:
-    """Why this kernel cannot do a call that the Mosaic backend has no other reason to refuse, or None."""
+    """Why this kernel cannot do a call that ``mosaic.refusal`` finds nothing else to object to, or None."""
     H = args.q.shape[-1]
     if args.q.dtype == jnp.float32 or H > 128:
         return (
@@ -51,19 +52,22 @@ def refusal(args: Arguments) -> str | None:
     return None
 
 
-def is_fastest(args: Arguments) -> bool:
-    """Whether its CTAs fill enough of the card to be faster than the Triton kernel, which can split keys."""
-    fits = not _compat.is_fp8(args.k_pages.dtype) or _widened_bytes(args) <= MOST_WIDENED
-    return fits and args.q.shape[0] * args.kv_heads * _ctas(args) > 0.45 * _compat.sm_count()
+def slower(args: Arguments) -> str | None:
+    """Why the Triton kernel is the faster one, or None."""
+    if _compat.is_fp8(args.k_pages.dtype) and (copy := _widened_bytes(args)) > MOST_WIDENED:
+        return f"Its 16-bit copy of the fp8 pages would take {copy >> 20} MiB, of at most {MOST_WIDENED >> 20}."
+    if (ctas := args.q.shape[0] * args.kv_heads * _ctas(args)) <= _MIN_FILL * _compat.sm_count():
+        return f"Its {ctas} CTAs would fill no more than {_MIN_FILL:.0%} of the {_compat.sm_count()} multiprocessors."
+    return None
 
 
 def _widened_bytes(args: Arguments) -> int:
-    """Bytes of a copy in 16 bits of all pages that the page table can name."""
+    """Bytes of a 16-bit copy of as many pages as the page table has entries, keys and values."""
     return 2 * 2 * args.page_table.size * math.prod(args.k_pages.shape[1:])
 
 
 def _widened(args: Arguments) -> Arguments:
-    """The call over a copy of its pages in the dtype of the products, in the order of the page table."""
+    """The call on a copy of its pages in the dtype of the products, in the order of the page table."""
     pages = jnp.arange(args.page_table.size, dtype=jnp.int32).reshape(args.page_table.shape)
     k_pages, v_pages = (
         pool.at[args.page_table.reshape(-1)].get(mode="clip").astype(args.compute_dtype)
@@ -91,7 +95,7 @@ def paged_attention(args: Arguments) -> Float[Array, "B T N H"]:
         args.v_pages,
     )  # fmt: skip
 
-    def paged_prefill_kernel(*refs: Any, **scratch: Any) -> None:  # by whose name profilers know it
+    def paged_prefill_kernel(*refs: Any, **scratch: Any) -> None:  # profilers show its name
         _attend(*refs, args=args, **scratch)
 
     results = plgpu.kernel(
@@ -112,27 +116,36 @@ def paged_attention(args: Arguments) -> Float[Array, "B T N H"]:
         },
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*inputs)
-    return _compat.vary_alike(*results, *inputs)[0][:, :T].reshape(B, T, N, H)  # Mosaic's outputs do not say so
+    return _compat.vary_alike(*results, *inputs)[0][:, :T].reshape(
+        B, T, N, H
+    )  # Mosaic does not mark its outputs as varying
 
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What a CTA has to do (traced scalars): positions ``low..high-1`` that its rows see, in steps of ``keys``."""
+    """The keys of a CTA; all but ``keys`` are traced scalars.
 
-    lengths: tuple[Any, Any, Any]  # kv_length, q_length and valid_from of the sequence
+    Attributes:
+        lengths: kv_length, q_length and valid_from of the sequence.
+        low: first position that any of its rows sees.
+        high: position past the last.
+        keys: of a step.
+    """
+
+    lengths: tuple[Any, Any, Any]
     low: Any
     high: Any
     keys: int
 
     @property
     def steps(self) -> tuple[Any, Any]:
-        """Half-open range of steps: step i has the positions from i * keys."""
+        """Half-open range of steps; step i has the positions from i * keys on."""
         return page_range(self.low, self.high, self.keys)
 
     def clear_unseen(self, values: Any, step: Any) -> None:
-        """Zeroes the values of a step that no row sees: they may be NaN, and 0 * NaN is NaN.
+        """Zero the values of a step that no row sees: they may be NaN, and 0 * NaN is NaN.
 
-        Both consumers do so, and write the same: the other's products may read what is written here again.
+        Both consumers do it, and write equal numbers, so that neither disturbs products of the other that read them.
         """
         begin, size, H = step * self.keys, self.keys // _PAGES, values.shape[1]
 
@@ -141,8 +154,9 @@ class _Work:
             for page in range(_PAGES):
                 target = values.at[pl.ds(page * size, size)]
                 position = plgpu.broadcasted_iota(jnp.int32, (size, H), 0, layout=copy_layout(H)) + begin + page * size
-                there = _compat.smem_load(target, copy_layout(H))
-                target[...] = jnp.where((position >= self.low) & (position < self.high), there, jnp.zeros_like(there))
+                stored = _compat.smem_load(target, copy_layout(H))
+                seen = (position >= self.low) & (position < self.high)
+                target[...] = jnp.where(seen, stored, jnp.zeros_like(stored))
             plgpu.commit_smem()
 
 
@@ -150,16 +164,16 @@ def _attend(
     page_table: Any, kv_length: Any, q_length: Any, valid_from: Any, scores_scale: Any, v_scale: Any,
     q: Any, k_pages: Any, v_pages: Any, out: Any, *, args: Arguments, **s: Any,
 ) -> None:  # fmt: skip
-    """One CTA; ``s`` is its scratch."""
+    """The body of one CTA; ``s`` is its scratch."""
     b, head, cta, me = (lax.axis_index(n) for n in ("b", "head", "cta", "warpgroup"))
     S, H = k_pages.shape[2:]
     blocks = q.shape[1] // ROWS * args.group
-    block = (_ctas(args) - 1 - cta) * _CONSUMERS  # the last tokens, which see most, come first
+    block = (_ctas(args) - 1 - cta) * _CONSUMERS  # the last tokens see most, and come first
 
     def place(i: Any) -> tuple[Any, Any]:
-        """First token and query head of the rows of consumer i; of an odd one out, those of the last block again."""
-        mine = jnp.minimum(block + i, blocks - 1)
-        return lax.div(mine, args.group) * ROWS, head * args.group + lax.rem(mine, args.group)
+        """First token and query head of the rows of consumer i; past the last block, those of the last block again."""
+        number = jnp.minimum(block + i, blocks - 1)
+        return lax.div(number, args.group) * ROWS, head * args.group + lax.rem(number, args.group)
 
     lengths = kv_length[b], q_length[b], valid_from[b]
     work = _Work(lengths, *key_range(args, *lengths, place(0)[0], place(_CONSUMERS - 1)[0] + ROWS - 1), _PAGES * S)
@@ -190,14 +204,15 @@ def _attend(
 
 
 def _produce(work: _Work, page_table: Any, k_pages: Any, v_pages: Any, head: Any, s: dict[str, Any]) -> None:
-    """The producer: the pages of step after step into the ring, as slots come free."""
+    """The producer: copy the pages of step after step into the ring, as slots come free."""
     S = k_pages.shape[2]
     first_page, end_page = page_range(work.low, work.high, S)
     first, end = work.steps
 
     def step(i: Any, nothing: None) -> None:
         slot, turn = lax.rem(i, _STAGES), lax.div(i, _STAGES)
-        # A step may begin before the first page or end after the last: those come twice, since others must not be read.
+        # A step may begin before the first page or end after the last. It then copies that page twice, since no other
+        # page may be read.
         wanted = [jnp.clip((first + i) * _PAGES + page, first_page, end_page - 1) for page in range(_PAGES)]
         numbers = [page_table[page] for page in wanted]
         for x, pages in (("k", k_pages), ("v", v_pages)):
@@ -214,15 +229,15 @@ def _produce(work: _Work, page_table: Any, k_pages: Any, v_pages: Any, head: Any
 
 
 def _consume(work: _Work, me: Any, token: Any, scores_scale: Any, args: Arguments, s: dict[str, Any]) -> _Sums:
-    """A consumer: the online softmax of its rows, tokens from ``token``, over all steps.
+    """A consumer: the online softmax of its rows, tokens from ``token`` on, over all steps.
 
-    The values of a step are multiplied together with the keys of the next, so that the tensor cores get much to do at a
-    time. Only steps at the ends of what its rows see are masked, so the loop comes in parts.
+    The values of a step are multiplied together with the keys of the next, so that the tensor cores get more work at
+    once. Only steps at the ends of the visible range are masked, so the loop has three parts.
     """
     keys, H = s["k_s"].shape[1:]
     wgmma, column = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
     factor = plgpu.layout_cast(jnp.full((ROWS,), scores_scale, jnp.float32), column)  # makes products base-2 logits
-    queries = _compat.smem_load(s["q_s"].at[me], wgmma)  # in registers they spare shared memory a third of its reads
+    queries = _compat.smem_load(s["q_s"].at[me], wgmma)  # in registers, which spares shared memory a third of its reads
     first, end = work.steps
 
     def score(scores: Any, i: Any) -> None:
@@ -238,7 +253,7 @@ def _consume(work: _Work, me: Any, token: Any, scores_scale: Any, args: Argument
         plgpu.wgmma(acc, weights, values)
 
     def softmax(i: Any, scores: jax.Array, sums: _Sums, masked: bool) -> tuple[jax.Array, _Sums]:
-        """The weights of a step's values, and sums that are ready for these to be added."""
+        """The weights of a step's values, and sums rescaled so that the weighted values can be added."""
         plgpu.barrier_arrive(s["k_empty"].at[lax.rem(i, _STAGES)])
         acc, highest, total = sums
         if masked:
@@ -253,7 +268,7 @@ def _consume(work: _Work, me: Any, token: Any, scores_scale: Any, args: Argument
         return weights.astype(s["v_s"].dtype), (acc * across(shrink, H), new, total)
 
     def begin(i: Any, carry: Any) -> Any:
-        scores = pl.run_state(lambda ref: score(ref, i))(plgpu.ACC.init(nothing))
+        scores = pl.run_state(lambda ref: score(ref, i))(plgpu.ACC.init(no_scores))
         return softmax(i, scores, carry[1], True)
 
     def step(i: Any, carry: Any, masked: bool) -> Any:
@@ -263,7 +278,7 @@ def _consume(work: _Work, me: Any, token: Any, scores_scale: Any, args: Argument
             add(refs[0], weights, i - 1, masked)
             score(refs[1], i)
 
-        acc, scores = pl.run_state(run)((plgpu.ACC.init(acc), plgpu.ACC.init(nothing)))
+        acc, scores = pl.run_state(run)((plgpu.ACC.init(acc), plgpu.ACC.init(no_scores)))
         plgpu.barrier_arrive(s["v_empty"].at[lax.rem(i - 1, _STAGES)])
         return softmax(i, scores, (acc, highest, total), masked)
 
@@ -272,7 +287,7 @@ def _consume(work: _Work, me: Any, token: Any, scores_scale: Any, args: Argument
         acc = pl.run_state(lambda ref: add(ref, weights, i, True))(plgpu.ACC.init(acc))
         return weights, (acc, highest, total)
 
-    nothing = plgpu.layout_cast(jnp.zeros((ROWS, keys), jnp.float32), wgmma)
+    no_scores = plgpu.layout_cast(jnp.zeros((ROWS, keys), jnp.float32), wgmma)
     sums = (
         plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), wgmma),
         plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), column),
@@ -281,10 +296,11 @@ def _consume(work: _Work, me: Any, token: Any, scores_scale: Any, args: Argument
     count = end - first
     last_low, _ = key_range(args, *work.lengths, token + ROWS - 1, token + ROWS - 1)
     _, first_high = key_range(args, *work.lengths, token, token)
-    most = jnp.maximum(count, 1)
-    plain_from = jnp.clip(pl.cdiv(last_low, keys) - first + 1, 1, most)  # the values of the step before are plain, too
-    plain_to = jnp.clip(lax.div(first_high, keys) - first, plain_from, most)
-    carry = lax.fori_loop(0, jnp.minimum(count, 1), begin, (nothing.astype(s["v_s"].dtype), sums))
+    end_step = jnp.maximum(count, 1)
+    # A step multiplies the values of the step before it, so unmasked steps begin one later.
+    plain_from = jnp.clip(pl.cdiv(last_low, keys) - first + 1, 1, end_step)
+    plain_to = jnp.clip(lax.div(first_high, keys) - first, plain_from, end_step)
+    carry = lax.fori_loop(0, jnp.minimum(count, 1), begin, (no_scores.astype(s["v_s"].dtype), sums))
     for start, stop, masked in ((1, plain_from, True), (plain_from, plain_to, False), (plain_to, count, True)):
         carry = lax.fori_loop(start, stop, functools.partial(step, masked=masked), carry)
     return lax.fori_loop(jnp.maximum(count - 1, 0), count, finish, carry)[1]

@@ -1,4 +1,4 @@
-"""How the Mosaic kernel's work is cut up: into items, which a CTA does one after the other, and pages of an item."""
+"""The order of the Mosaic kernel's work: the items of a CTA, and the pages of an item."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from pallas_kernels.paged_attention.rows import Place
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a call is cut up: splits of the keys, consumer warpgroups of a CTA, pages in flight.
+    """How a call is cut up.
 
-    Each consumer has its own ``stages`` pages of the TMA ring and, over fp8 pages, ``wide`` slots of converted values.
+    Attributes:
+        splits: of the keys.
+        consumers: warpgroups of a CTA that attend.
+        stages: pages of the TMA ring of each consumer.
+        wide: slots of converted values of each consumer, for fp8 pages; 0 for others.
     """
 
     splits: int
@@ -28,47 +32,67 @@ class Config:
 
     @property
     def converters(self) -> int:
+        """Warpgroups that convert values."""
         return min(self.wide, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What all items of a call have in common. An item is a split of what a block of rows of a kv head sees."""
+    """The properties that all items of a call share. An item is one split of the keys that a block of rows sees.
+
+    Attributes:
+        config: of the call.
+        page_size: tokens a page.
+        kv_heads: K.
+        blocks: of rows of a kv head.
+        group: query heads of a kv head.
+        tokens: rows of a query head in q and in the result.
+        items: of the call.
+        ctas: of the call.
+    """
 
     config: Config
     page_size: int
     kv_heads: int
     blocks: int
     group: int
-    tokens: int  # of a query head, as rows of q and of the result
-    items: int  # of the whole call
+    tokens: int
+    items: int
     ctas: int
 
     def locate(self, item: Any) -> tuple[Any, Any, Any, Any]:
-        """Place among the sequences, block, split and head of an item.
+        """Rank of the sequence, block, split and kv head of an item.
 
-        Neighbours are heads, since those of a page lie side by side.
+        The head varies fastest, since the heads of a page are neighbours in memory.
         """
-        head, left = lax.rem(item, self.kv_heads), lax.div(item, self.kv_heads)
-        split, left = lax.rem(left, self.config.splits), lax.div(left, self.config.splits)
-        return lax.div(left, self.blocks), lax.rem(left, self.blocks), split, head
+        head, rest = lax.rem(item, self.kv_heads), lax.div(item, self.kv_heads)
+        split, rest = lax.rem(rest, self.config.splits), lax.div(rest, self.config.splits)
+        return lax.div(rest, self.blocks), lax.rem(rest, self.blocks), split, head
 
     def count(self, cta: Any) -> Any:
-        """How many items a CTA has: the rest goes to those whose turn is next."""
+        """The number of items of a CTA; items left over go to the CTAs that are first in the next round."""
         rounds, rest = divmod(self.items, self.ctas)
         return rounds + jnp.where(self.turn(cta, rounds) < rest, 1, 0)
 
     def turn(self, cta: Any, n: Any) -> Any:
-        """The place of a CTA in round n: to and fro, so that who has the longest item of one has the shortest next."""
+        """Rank of a CTA in round n; odd rounds are reversed, so that the longest item is followed by the shortest."""
         return jnp.where(lax.rem(n, 2) > 0, self.ctas - 1 - cta, cta)
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """An item of a CTA: ``count`` pages from ``first``, and the bounds of its rows (traced scalars).
+    """An item of a CTA; numbers are traced scalars.
 
-    ``before`` is how many pages the CTA's items before this one had. Pages go to the consumers in turns, also from one
-    item to the next, and to the slots of a consumer in turns.
+    Pages go to the consumers in turn, across items too, and to the slots of a consumer in turn.
+
+    Attributes:
+        place: its rows.
+        split: of the keys.
+        first: entry of the page table with its first page.
+        count: of its pages.
+        edges: union of its rows' intervals and their intersection, each as first and past the last position.
+        before: pages of the CTA's earlier items.
+        shape: of all items.
     """
 
     place: Place
@@ -79,22 +103,22 @@ class Work:
     before: Any
     shape: Shape
 
-    def slot(self, i: Any, each: int) -> tuple[Any, Any]:
-        """The slot of page i in a ring of ``each`` slots a consumer, and how often it was used before.
+    def slot(self, i: Any, slots: int) -> tuple[Any, Any]:
+        """The slot of page i in a ring of ``slots`` slots a consumer, and the number of its earlier uses.
 
-        A consumer has slots of its own, since who awaits a barrier must await every use of it.
+        Each consumer has slots of its own, since a warpgroup that waits for a barrier must wait for every use of it.
         """
         consumers = self.shape.config.consumers
         turn = lax.div(self.before + i, consumers)
-        return lax.rem(self.before + i, consumers) * each + lax.rem(turn, each), lax.div(turn, each)
+        return lax.rem(self.before + i, consumers) * slots + lax.rem(turn, slots), lax.div(turn, slots)
 
     def begin(self, me: Any) -> Any:
-        """The first page of consumer ``me``, which has every ``consumers``-th from there."""
+        """The first page of consumer ``me``, which takes every ``consumers``-th page from there."""
         consumers = self.shape.config.consumers
         return lax.rem(me + consumers - lax.rem(self.before, consumers), consumers)
 
     def turns(self, me: Any) -> Any:
-        """How many pages consumer ``me`` has."""
+        """The number of pages of consumer ``me``."""
         consumers = self.shape.config.consumers
         return lax.div(self.count - self.begin(me) + consumers - 1, consumers)
 
@@ -103,7 +127,7 @@ class Work:
         return self._within(i, *self.edges[2:])
 
     def seen(self, i: Any) -> Any:
-        """Whether some row sees every key of page i; else its values may be NaN in places."""
+        """Whether the union of the rows' intervals holds all of page i; else some of its values may be NaN."""
         return self._within(i, *self.edges[:2])
 
     def _within(self, i: Any, low: Any, high: Any) -> Any:
@@ -112,9 +136,9 @@ class Work:
 
 
 def for_items(cta: Any, block_bounds: Any, shape: Shape, step: Callable[[Any, Work], None]) -> None:
-    """Calls ``step`` with every item of a CTA and its number, in a loop.
+    """Call ``step`` with the number and the work of every item of a CTA, in a loop.
 
-    The bounds of the next item are asked for before the step of this one: a read takes long.
+    The bounds of the next item are loaded before the step of this one, since the latency is long.
     """
     count = shape.count(cta)
 
@@ -131,9 +155,9 @@ def for_items(cta: Any, block_bounds: Any, shape: Shape, step: Callable[[Any, Wo
         _, block, split, head = locate(n)
         place = Place(b, head, block, shape.group, shape.tokens)
         begin, end = page_range(edges[0], edges[1], shape.page_size)
-        each = pl.cdiv(end - begin, shape.config.splits)
-        first = begin + split * each
-        work = Work(place, split, first, jnp.maximum(jnp.minimum(each, end - first), 0), tuple(edges), before, shape)
+        pages = pl.cdiv(end - begin, shape.config.splits)
+        first = begin + split * pages
+        work = Work(place, split, first, jnp.maximum(jnp.minimum(pages, end - first), 0), tuple(edges), before, shape)
         step(n, work)
         return before + work.count, following
 

@@ -7,18 +7,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.masks import visible
+from pallas_kernels.lib.masks import visible
 from pallas_kernels.paged_attention.arguments import Arguments, key_range, page_range
 
-STEP = 128  # keys of each sequence at a time, in whole pages: few enough to stay in a CPU's cache
-_State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # the next step; of the scores so far: maxima, sums, output
+STEP = 128  # keys of each sequence in a step, in full pages: few enough to stay in a CPU's cache
+_State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # next step, running maxima, sums of weights, output
 
 
 @jax.jit
 def paged_attention(args: Arguments) -> Float[Array, "B T N H"]:
-    """Attends in float32, to some pages of each sequence at a time; see ``pallas_kernels.paged_attention``.
+    """Attend in float32, to some pages of each sequence in a step; see ``pallas_kernels.paged_attention``.
 
-    Takes the steps that hold what any query may see, however wide the page table is.
+    It takes only the steps that hold keys that some query may see, however wide the page table is.
     """
     B, T, N, H = args.q.shape
     K, pages = args.kv_heads, max(1, STEP // args.page_size)  # pages: of a step
@@ -35,7 +35,7 @@ def paged_attention(args: Arguments) -> Float[Array, "B T N H"]:
             return jnp.swapaxes(pool[ids], 1, 2).reshape(B, K, keys, H).astype(jnp.float32)
 
         seen = _seen(args, step * keys + jnp.arange(keys, dtype=jnp.int32))
-        # What no query sees may be anything, NaN too: it must not reach this product, where 0 * NaN is NaN.
+        # A value that no query sees may be NaN, and 0 * NaN is NaN: it must not reach the product.
         v = jnp.where(jnp.any(seen, axis=1)[:, None, :, None], gather(args.v_pages), 0)
         scores = jnp.einsum("BKrH,BKsH->BKrs", q, gather(args.k_pages), precision=lax.Precision.HIGHEST)
         scores = jnp.where(jnp.tile(seen[:, None], (1, 1, N // K, 1)), scores, -jnp.inf)
@@ -47,23 +47,23 @@ def paged_attention(args: Arguments) -> Float[Array, "B T N H"]:
 
     first, end = _steps(args, keys)
     row = jnp.zeros_like(q[..., :1])
-    none = (first, row - 1e30, row, jnp.zeros_like(q))
-    _, _, total, out = lax.while_loop(lambda state: state[0] < end, attend, none)
+    start = (first, row - 1e30, row, jnp.zeros_like(q))
+    _, _, total, out = lax.while_loop(lambda state: state[0] < end, attend, start)
     out = out * (args.v_scale[:, None, None] / jnp.where(total > 0, total, 1))
     out = out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4)
     return out.reshape(B, T, N, H).astype(args.q.dtype)
 
 
 def _steps(args: Arguments, keys: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """Half-open range of the steps of so many keys that any query of any sequence needs."""
+    """Half-open range of the steps, of ``keys`` keys each, that any query of any sequence needs."""
     low, high = key_range(args, args.kv_length, args.q_length, args.valid_from, 0, args.q.shape[1] - 1)
     first, end = page_range(low, high, keys)
-    some = high > low
-    return jnp.min(first, where=some, initial=2**30), jnp.max(end, where=some, initial=0)
+    sees_any = high > low
+    return jnp.min(first, where=sees_any, initial=2**30), jnp.max(end, where=sees_any, initial=0)
 
 
 def _seen(args: Arguments, position: Int[Array, " s"]) -> Bool[Array, "B T s"]:
-    """Which keys each query token may see: the mask, and what exists at all."""
+    """Which keys each query token may see: those that the mask allows and that exist."""
     token = jnp.arange(args.q.shape[1], dtype=jnp.int32)[None, :]
     query_positions = (args.kv_length - args.q_length)[:, None] + token
     seen = visible(query_positions, position[None, :], mask=args.mask, window=args.window)

@@ -1,4 +1,4 @@
-"""What the Mosaic kernel is given of the queries: the order of their rows, and what each row sees."""
+"""The query rows of the Mosaic kernel: their order, and the positions that each row sees."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import _compat
 from pallas_kernels.paged_attention.arguments import Arguments, key_range
 
-ROWS = 64  # rows of a block: of a wgmma
-TILE = 8  # rows of a tile of shared memory: of a head's tokens, no fewer can be copied
+ROWS = 64  # rows of a block: those of one wgmma
+TILE = 8  # rows of a tile of shared memory, the fewest that TMA copies into tiles
 
 
 def terms(dtype: jnp.dtype) -> int:
-    """How many numbers of the pages' dtype a query is the sum of: enough for the 8 bits of mantissa of bfloat16."""
+    """Terms of the pages' dtype whose sum is a query: enough for the 8 bits of bfloat16's mantissa."""
     if not _compat.is_fp8(dtype):
         return 1
     return -(-8 // (jnp.finfo(dtype).nmant + 1))
@@ -30,13 +30,21 @@ def head_rows(tokens: int) -> int:
 
 
 def pieces(tokens: int) -> list[Any]:
-    """The rows of a block that are copied, cut where the query head changes; a head has ``tokens`` of them."""
+    """The runs of rows of a block that are copied, one for each query head, which has ``tokens`` rows to copy."""
     return [pl.ds(start, min(tokens, ROWS)) for start in range(0, ROWS, head_rows(tokens))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which rows a CTA has: a block of those of a kv head of a sequence, of ``tokens`` for each of ``group`` heads."""
+    """The rows of an item: a block of the rows of a kv head of a sequence.
+
+    Attributes:
+        b: sequence, traced.
+        head: kv head, traced.
+        block: number of the block, traced.
+        group: query heads of a kv head.
+        tokens: rows that are copied for each query head.
+    """
 
     b: Any
     head: Any
@@ -45,24 +53,25 @@ class Place:
     tokens: int
 
     def pieces(self) -> list[tuple[Any, Any, Any, Any]]:
-        """Runs of rows of one query head: rows of the block, tokens and head they stand for, and whether these exist.
+        """Runs of rows of one query head: rows of the block, their tokens, their head, and whether that head exists.
 
-        What does not exist is read as the last head, and never written.
+        For a head that does not exist the last head is read, and nothing is written.
         """
-        found, each = [], head_rows(self.tokens)
+        runs, rows_of_head = [], head_rows(self.tokens)
         for rows in pieces(self.tokens):
             row = self.block * ROWS + rows.start
-            mine = lax.div(row, each)
-            tokens = pl.ds(lax.rem(row, each), rows.size)
-            found.append((rows, tokens, self.head * self.group + jnp.minimum(mine, self.group - 1), mine < self.group))
-        return found
+            member = lax.div(row, rows_of_head)
+            tokens = pl.ds(lax.rem(row, rows_of_head), rows.size)
+            n = self.head * self.group + jnp.minimum(member, self.group - 1)
+            runs.append((rows, tokens, n, member < self.group))
+        return runs
 
 
 def copied_tokens(args: Arguments) -> int:
-    """Tokens that a head has in what the kernel reads and writes: whole tiles, or the only one as it lies.
+    """Rows of a query head in the arrays that the kernel reads and writes: full tiles, or a single token unpadded.
 
-    Padding one token and taking it out of the result would be two kernels, a tenth of the time. Queries that are
-    multiplied as they lie in shared memory must be in tiles.
+    Padding a single token, and slicing the result, would be two more kernels, a tenth of the time. Queries that are
+    multiplied from shared memory must be in tiles.
     """
     T, H = args.q.shape[1], args.q.shape[-1]
     alone = T == 1 and (H == 128 or _compat.is_fp8(args.k_pages.dtype))
@@ -70,9 +79,9 @@ def copied_tokens(args: Arguments) -> int:
 
 
 def padded(args: Arguments) -> Float[Array, "B R NH"]:
-    """Queries, ``copied_tokens`` rows, heads side by side.
+    """Queries padded to ``copied_tokens`` rows, heads side by side.
 
-    Over 16-bit pages in their dtype; over fp8 pages as they are, for the kernel to split into ``terms``.
+    They have the dtype of 16-bit pages. Over fp8 pages they keep theirs, and the kernel splits them into ``terms``.
     """
     B, T, N, H = args.q.shape
     q = args.q if _compat.is_fp8(args.k_pages.dtype) else args.q.astype(args.k_pages.dtype)
@@ -80,29 +89,29 @@ def padded(args: Arguments) -> Float[Array, "B R NH"]:
 
 
 def bounds(args: Arguments, blocks: int) -> tuple[Int[Array, "B blocks 3 R"], Int[Array, "B blocks 4"]]:
-    """The positions that each row sees, always one interval, and those of a block of rows.
+    """The positions that each row and each block of rows sees; a row always sees one interval.
 
     Returns:
-      First position that a row sees, the one past the last, and whether the row is a token's (1) or padding (0). A row
-      of padding or of a token past ``q_length`` takes the bounds of the last token, so as not to need a mask of its
-      own: its result is not used.
-      Of each block: the union of its rows' intervals and their intersection, each as first and past the last.
+      For each row the first position that it sees, the position past the last, and 1 for a row of a token or 0 for
+      padding. Padding, and tokens past ``q_length``, take the bounds of the last token, so that they need no mask of
+      their own; their results are not used.
+      For each block the union of its rows' intervals, and their intersection, each as first and past the last.
     """
     T = args.q.shape[1]
     row = jnp.arange(blocks * ROWS, dtype=jnp.int32).reshape(1, blocks, ROWS)
     kv_length, q_length, valid_from = (x[:, None, None] for x in (args.kv_length, args.q_length, args.valid_from))
-    own = row % head_rows(T)
-    token = jnp.minimum(own, jnp.maximum(q_length - 1, 0))
+    number = row % head_rows(T)
+    token = jnp.minimum(number, jnp.maximum(q_length - 1, 0))
     low, high = key_range(args, kv_length, q_length, valid_from, token, token)
     low, high = jnp.broadcast_arrays(low, jnp.maximum(high, low))
-    start, empty = low.min(2), own[:, :, 0] >= q_length[:, :, 0]
+    start, empty = low.min(2), number[:, :, 0] >= q_length[:, :, 0]
     union = (start, jnp.where(empty, start, high.max(2)))
-    real = (own < q_length).astype(jnp.int32)
+    real = (number < q_length).astype(jnp.int32)
     return jnp.stack([low, high, real], axis=2), jnp.stack([*union, low.max(2), high.min(2)], axis=-1)
 
 
 def longest_first(block_bounds: Int[Array, "B blocks 4"]) -> Int[Array, " B"]:
-    """Sequences in the order of how much they see, by comparison of each with each: XLA sorts in several kernels."""
+    """Sequences by how much they see, longest first, by comparing all pairs: XLA's sort would be several kernels."""
     seen = block_bounds[:, 0, 1] - block_bounds[:, 0, 0]
     number = jnp.arange(seen.size, dtype=jnp.int32)
     before = (seen[None] > seen[:, None]) | ((seen[None] == seen[:, None]) & (number[None] < number[:, None]))
@@ -111,6 +120,6 @@ def longest_first(block_bounds: Int[Array, "B blocks 4"]) -> Int[Array, " B"]:
 
 
 def ordered(block_bounds: Int[Array, "B blocks 4"], order: Int[Array, " B"]) -> Int[Array, "B blocks 5"]:
-    """The bounds of blocks in another order of sequences, each with the number of its sequence as a fifth."""
+    """The bounds of blocks with sequences in another order, and the number of the sequence as a fifth number."""
     numbers = jnp.broadcast_to(order[:, None, None], (*block_bounds.shape[:2], 1))
     return jnp.concatenate([block_bounds[order], numbers], axis=2)

@@ -1,9 +1,9 @@
 """Paged attention on Pallas' Triton backend: every shape, mask and page dtype, on GPUs and in the interpreter.
 
 One program attends ``block`` query rows of one kv head (row = token * group + head of the group, so that the GQA heads
-share each page they read) to one split of the sequence's visible pages, a page a step. Splits then merge in a second,
-small kernel. The number of splits is chosen at trace time; the share of each is computed in the kernel from the
-lengths, so that short, idle and windowed sequences read what they see and nothing else.
+share each page they read) to one split of the sequence's visible pages, a page a step. A second, small kernel merges
+the splits. The number of splits is chosen at trace time; the pages of each split are computed in the kernel from the
+lengths, so that short, idle and windowed sequences read no page that they do not see.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
-from pallas_kernels.masks import visible
+from pallas_kernels.lib.masks import visible
 from pallas_kernels.paged_attention import fresh
 from pallas_kernels.paged_attention.arguments import Arguments, key_range, operand, page_range
 from pallas_kernels.paged_attention.combine import combine
@@ -28,11 +28,19 @@ from pallas_kernels.paged_attention.splits import best_splits
 
 _LOWEST = -1e30  # start of a running maximum: finite, so that no difference of two maxima is inf - inf
 _GIB = 1 << 30
+MAX_FRESH_ROWS = 128  # query rows of a kv head that one program holds
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a call is cut up: rows of a program, splits of the keys, warps and pipeline stages of a program."""
+    """How a call is cut up.
+
+    Attributes:
+        block: query rows of a program.
+        splits: of the keys.
+        num_warps: of a program.
+        num_stages: steps in flight.
+    """
 
     block: int
     splits: int
@@ -58,17 +66,18 @@ def refusal(args: Arguments) -> str | None:
 
 
 def write_refusal(args: Arguments) -> str | None:
-    """Why the Triton backend cannot write this call's fresh heads as it attends, or None."""
-    rows, most, H = args.q.shape[1] * args.group, 128, args.q.shape[-1]
-    if not 0 < rows <= most:
-        return f"The Triton kernel that writes and attends takes 1 to {most} rows of a kv head; these are {rows}."
+    """Why the Triton backend cannot write this call's fresh heads and attend in one kernel, or None."""
+    rows, H = args.q.shape[1] * args.group, args.q.shape[-1]
+    if not 0 < rows <= MAX_FRESH_ROWS:
+        limit = f"1 to {MAX_FRESH_ROWS} rows of a kv head"
+        return f"The Triton kernel that writes and attends takes {limit}; these are {rows}."
     if H < 32:
         return f"The Triton kernel that writes and attends multiplies halves of heads of at least 32; this is {H}."
     return refusal(args)
 
 
 def default_config(args: Arguments) -> Config:
-    """The configuration that measured best on an H200 for this shape (BENCH.md)."""
+    """The configuration that was fastest on an H200 for this shape (BENCH.md)."""
     B, T, _, H = args.q.shape
     rows = T * args.group
     block = min(128 if rows > 64 else 64, max(16, pl.next_power_of_2(rows)))
@@ -93,14 +102,14 @@ def paged_attention(
 def write_attend(
     args: Arguments, *, interpret: bool = False, config: Config | None = None
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "P K S H"], Float[Array, "P K S H"]]:
-    """See ``pallas_kernels.write_attend``. Fresh tokens are one more split, whose program has them in registers."""
+    """See ``pallas_kernels.write_attend``. Fresh tokens are one more split, whose program holds them in registers."""
     if reason := write_refusal(args):
         raise NotImplementedError(reason)
     return _call(args, interpret, config)
 
 
 def _call(args: Arguments, interpret: bool, config: Config | None) -> tuple[Any, ...]:
-    """The result, and of fresh heads the pools."""
+    """The attention output, and for fresh heads the two pools."""
     if reason := refusal(args):
         raise NotImplementedError(reason)
     config = config or default_config(args)
@@ -135,8 +144,8 @@ def _attend(
 ) -> None:  # fmt: skip
     """One program: ``block`` rows of one kv head of one sequence against one split of its visible pages.
 
-    ``q`` are queries; or fresh heads, and the scales of keys: then pools are outputs, too, in the same memory, and the
-    program behind those of the splits has the fresh tokens, which the others do not see.
+    ``q`` are queries, or fresh heads and the scales of keys. With fresh heads the pools are outputs too, aliases of the
+    inputs, and one more program after those of the splits has the fresh tokens, which the others do not see.
     """
     T, S, H, group, block = args.q.shape[1], args.page_size, args.q.shape[-1], args.group, config.block
     split, b = pl.program_id(0), pl.program_id(2)
@@ -145,7 +154,7 @@ def _attend(
     length, tokens, lowest = kv_length[b], q_length[b], valid_from[b]
 
     row = row_block * block + jnp.arange(block, dtype=jnp.int32)
-    token, member, place = row // group, row % group, pl.ds(row_block * block, block)
+    token, member, rows = row // group, row % group, pl.ds(row_block * block, block)
     low, high = key_range(
         args, length, tokens, lowest, row_block * block // group, (row_block * block + block - 1) // group
     )
@@ -166,13 +175,13 @@ def _attend(
         return jnp.where(seen & exists[None, :] & valid, sum(products) * factor, -jnp.inf)
 
     def write_sums(acc: list[jax.Array], highest: jax.Array, total: jax.Array) -> None:
-        """``acc`` are columns side by side."""
+        """Write the sums of a split; ``acc`` comes as parts of the columns, side by side."""
         for i, part in enumerate(acc):
-            outputs[0][b, head, split, place, pl.ds(i * part.shape[1], part.shape[1])] = part
-        outputs[1][b, head, split, place] = highest
-        outputs[2][b, head, split, place] = total
+            outputs[0][b, head, split, rows, pl.ds(i * part.shape[1], part.shape[1])] = part
+        outputs[1][b, head, split, rows] = highest
+        outputs[2][b, head, split, rows] = total
 
-    nothing = jnp.zeros((block,), jnp.float32)
+    zeros = jnp.zeros((block,), jnp.float32)
 
     @pl.when((last > first) | (len(outputs) == 1))
     def _():
@@ -186,13 +195,13 @@ def _attend(
             new = jnp.maximum(highest, scores.max(1))
             weights = jnp.exp2(scores - new[:, None])
             shrink = jnp.exp2(highest - new)
-            # Where no key is visible the page may hold anything, and 0 * NaN is NaN: those values load as zeros.
+            # Values outside the visible range load as zeros: they may be NaN, and 0 * NaN is NaN.
             values = pltriton.load(v_pages.at[number, head], mask=inside[:, None], other=0.0)
             values = values.astype(args.compute_dtype)
             acc = acc * shrink[:, None] + pltriton.dot(weights.astype(args.compute_dtype), values)
             return acc, new, total * shrink + weights.sum(1)
 
-        start = (jnp.zeros((block, H), jnp.float32), nothing + _LOWEST, nothing)
+        start = (jnp.zeros((block, H), jnp.float32), zeros + _LOWEST, zeros)
         acc, highest, total = lax.fori_loop(first, last, step, start)
         if len(outputs) > 1:
             write_sums([acc], highest, total)
@@ -204,9 +213,9 @@ def _attend(
     if len(outputs) > 1:
 
         @pl.when((last <= first) & (split < config.splits))
-        def _():  # the values of an empty split stay unwritten: its total of 0 says so
-            outputs[1][b, head, split, place] = nothing + _LOWEST
-            outputs[2][b, head, split, place] = nothing
+        def _():  # an empty split writes no values: its total of 0 says that there are none
+            outputs[1][b, head, split, rows] = zeros + _LOWEST
+            outputs[2][b, head, split, rows] = zeros
 
     if args.fresh is not None:
 
@@ -219,14 +228,16 @@ def _attend(
             scores = base_2_logits(keys, length - tokens + number, number < tokens)
             highest = jnp.maximum(scores.max(1), _LOWEST)
             weights = jnp.exp2(scores - highest[:, None])
-            some = (number < tokens)[:, None]
-            values = [jnp.where(some, half.astype(args.compute_dtype), jnp.zeros((), args.compute_dtype)) for half in v]
+            exists = (number < tokens)[:, None]
+            values = [
+                jnp.where(exists, half.astype(args.compute_dtype), jnp.zeros((), args.compute_dtype)) for half in v
+            ]
             acc = [pltriton.dot(weights.astype(args.compute_dtype), half) for half in values]
             write_sums(acc, highest, weights.sum(1))
 
 
 def _share(first: Any, last: Any, split: Any, splits: int) -> tuple[Any, Any]:
-    """The pages of one split: all but the last non-empty one get equally many."""
-    each = pl.cdiv(last - first, splits)
-    begin = first + split * each
-    return begin, jnp.minimum(begin + each, last)
+    """Half-open range of the pages of one split; all get equally many, but the last non-empty one may get fewer."""
+    pages = pl.cdiv(last - first, splits)
+    begin = first + split * pages
+    return begin, jnp.minimum(begin + pages, last)

@@ -5,16 +5,34 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array, DTypeLike, Float
 
-from pallas_kernels import _compat, streams
-from pallas_kernels.product import mosaic, reference, triton
+from pallas_kernels import _compat, registry
+from pallas_kernels.lib.measured import is_large, tokens_of
+from pallas_kernels.registry import HOPPER
 
-__all__ = ["product", "split_product"]
+__all__ = ["PRODUCT", "product", "split_product"]
 
 Implementation = Literal["mosaic", "triton", "reference"]
-TILE = 128  # rows, of x and of a weight, of the tiles that XLA splits the inputs for
+TILE = 128  # rows of x and of a weight in the tiles for which XLA splits the inputs
+
+PRODUCT = registry.Operation(  # a call is (x, weight, dtype of the result)
+    "product",
+    (
+        registry.Implementation(
+            "mosaic", "pallas_kernels.product.mosaic:product", HOPPER, slower="slower", refusal="refusal"
+        ),
+        registry.Implementation(  # it runs on older GPUs too, but was measured on Hopper alone
+            "triton",
+            "pallas_kernels.product.triton:product",
+            HOPPER,
+            slower="slower",
+            refusal="refusal",
+            interprets=True,
+        ),
+        registry.Implementation("reference", "pallas_kernels.product.reference:product"),
+    ),
+)
 
 
 def product(
@@ -25,59 +43,54 @@ def product(
     implementation: Implementation | None = None,
     interpret: bool = False,
 ) -> Float[Array, "*T O"]:
-    """``x @ weight.T`` of any number of tokens (any leading axes), summed in float32.
+    """``x @ weight.T`` for any number of tokens (any leading axes), summed in float32.
 
     Args:
-      x: what goes in; bf16, f16 or, but for Triton, e4m3 (f32: reference only, which keeps it float32 on every device,
-        without TF32).
-      weight: like x.
-      dtype: of the result, from Mosaic bf16, f16 or f32; None is x's.
+      x: activations; bf16, f16 or, except for Triton, e4m3 (f32: reference only, which keeps it float32 on every
+        device, without TF32).
+      weight: dtype like x.
+      dtype: of the result, which Mosaic gives in bf16, f16 or f32; None is x's.
       implementation: ``"triton"``, for up to 16 tokens, ``"mosaic"``, picked for 64 to 256, or ``"reference"``,
         which leaves it to XLA; None picks the fastest. Only the reference can be differentiated, and split by XLA
-        over several devices; the kernels want a ``shard_map`` around them there.
+        over several devices; the kernels need a ``shard_map`` around them there.
       interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
 
     Raises:
       ValueError: shapes or dtypes that do not belong together; the message prints them.
-      NotImplementedError: what the chosen implementation cannot do, in a sentence.
+      NotImplementedError: the chosen implementation cannot do the call; the message says why.
     """
     _check(x, weight)
-    match implementation or _fastest(x, weight, dtype or x.dtype, interpret):
-        case "mosaic":
-            return mosaic.product(x, weight, dtype or x.dtype)
-        case "triton":
-            return triton.product(x, weight, dtype or x.dtype, interpret=interpret)
-        case "reference":
-            return reference.product(x, weight, dtype or x.dtype)
-        case other:
-            raise ValueError(f"implementation must be 'mosaic', 'triton', 'reference' or None; got {other!r}")
+    dtype = dtype or x.dtype
+    out: Array = PRODUCT.function(implementation, (x, weight, dtype), interpret=interpret)(x, weight, dtype)
+    return out
 
 
 def split_product(
     x: Float[Array, "*T D"], weight: Float[Array, "O D"], dtype: DTypeLike | None = None
 ) -> Float[Array, "*T O"] | Float[Array, "S *T O"]:
-    """The same for who adds it to something: in float32 parts where XLA makes such and sums them in another kernel.
+    """``product`` for a caller that adds it to something: S float32 parts where XLA would split the product itself.
 
-    Args and errors are ``product``'s.
+    XLA sums its parts in a kernel of its own; `add_norm` sums them on the way. Args and errors are ``product``'s.
     """
     _check(x, weight)
-    splits = _splits(x, weight)
-    if splits == 1 or _fastest(x, weight, dtype or x.dtype, interpret=False) != "reference":
+    splits = parts_of(x, weight)
+    if splits == 1 or PRODUCT.pick(None, (x, weight, dtype or x.dtype)).name != "reference":
         return product(x, weight, dtype)
+    from pallas_kernels.product import reference
+
     return reference.split_product(x, weight, splits)
 
 
-def _splits(x: Any, weight: Any) -> int:
-    """Two where a card of sm_90 has room for two sets of XLA's tiles and not for three, as XLA does (BENCH.md).
+def parts_of(x: Any, weight: Any) -> int:
+    """The parts into which XLA splits this product: two where an sm_90 has room for two sets of tiles, not for three.
 
-    Two whole rows of tiles, since no others were measured.
+    Only products of two full rows of tiles were measured (BENCH.md); others count as one part.
     """
-    capability = _compat.compute_capability()
-    is_able = capability is not None and capability[0] == 9 and x.dtype != jnp.float32 and weight.shape[1] % 256 == 0
-    if not is_able or streams.tokens_of(x) != 2 * TILE:
+    on_hopper = HOPPER.refusal(registry.Device.default()) is None
+    if not on_hopper or x.dtype == jnp.float32 or weight.shape[1] % 256 or tokens_of(x) != 2 * TILE:
         return 1
-    tiles = 2 * pl.cdiv(len(weight), TILE)
-    return 2 if streams.is_large(weight) and 2 * tiles <= _compat.sm_count() < 3 * tiles else 1
+    tiles = 2 * -(-len(weight) // TILE)
+    return 2 if is_large(weight) and 2 * tiles <= _compat.sm_count() < 3 * tiles else 1
 
 
 def _check(x: Any, weight: Any) -> None:
@@ -85,14 +98,3 @@ def _check(x: Any, weight: Any) -> None:
         raise ValueError(f"x must be [*T, D] and weight [O, D]; got {list(x.shape)} and {list(weight.shape)}")
     if x.dtype != weight.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x and weight must be floating, and of one dtype; got {x.dtype} and {weight.dtype}")
-
-
-def _fastest(x: Any, weight: Any, dtype: Any, interpret: bool) -> Implementation:
-    if interpret:
-        return "triton"
-    capability = _compat.compute_capability()
-    if capability is None or capability[0] != 9:
-        return "reference"
-    if mosaic.refusal(x, weight, dtype) is None and mosaic.is_fastest(x, weight, dtype):
-        return "mosaic"
-    return "triton" if triton.refusal(x, weight) is None and triton.is_fastest(x, weight) else "reference"

@@ -1,4 +1,4 @@
-"""The product of few tokens on Pallas' Triton backend (see ``streams``): one program some rows of the weight."""
+"""The product of few tokens on Pallas' Triton backend (see ``lib.streams``): a program for some rows of the weight."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, DTypeLike, Float
 
-from pallas_kernels import _compat, streams
-from pallas_kernels.streams import Config, is_fastest
-
-__all__ = ["default_config", "is_fastest", "product", "refusal"]
+from pallas_kernels import _compat
+from pallas_kernels.lib import streams
+from pallas_kernels.lib.measured import tokens_of
+from pallas_kernels.lib.streams import Config
 
 
 def default_config(weight: Any) -> Config:
-    """What measured best on an H200 (BENCH.md): 32 rows where 64 would leave too many multiprocessors idle."""
+    """The fastest on an H200 (BENCH.md): 32 rows where 64 would leave too many multiprocessors idle."""
     return Config(rows=64, depth=256, num_stages=4) if len(weight) >= 6144 else Config(rows=32, depth=256, num_stages=6)
 
 
-def refusal(x: Any, weight: Any) -> str | None:
-    """Why the Triton backend cannot do this call, or None."""
+def slower(x: Any, weight: Any, dtype: Any) -> str | None:
+    """Why XLA's product is measured faster, or None."""
+    del dtype
+    return streams.slower(x, weight)
+
+
+def refusal(x: Any, weight: Any, dtype: Any) -> str | None:
+    """Why the Triton backend cannot do this call, or None; any dtype of the result will do."""
+    del dtype
     return streams.refusal(x, weight.shape[1], len(weight), default_config(weight))
 
 
@@ -39,7 +46,7 @@ def product(
     config = config or default_config(weight)
     if reason := streams.refusal(x, weight.shape[1], len(weight), config):
         raise NotImplementedError(reason)
-    tokens, rows, dtype = streams.tokens_of(x), len(weight), dtype or x.dtype
+    tokens, rows, dtype = tokens_of(x), len(weight), dtype or x.dtype
     if tokens == 0:
         return jnp.zeros((*x.shape[:-1], rows), dtype)
     operands = _compat.vary_alike(x.reshape(tokens, -1), weight)
@@ -57,5 +64,5 @@ def product(
 
 def _product(x: Any, weight: Any, out: Any, *, config: Config) -> None:
     row = pl.program_id(0) * config.rows + jnp.arange(config.rows, dtype=jnp.int32)
-    [found] = streams.products(x, weight, [row], config.depth)
-    streams.store(found, out, row)
+    [products] = streams.products(x, weight, [row], config.depth)
+    streams.store(products, out, row)

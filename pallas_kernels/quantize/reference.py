@@ -10,7 +10,7 @@ from pallas_kernels._compat import max_finite
 
 E4M3 = jnp.float8_e4m3fn
 LARGEST = max_finite(E4M3)
-SMALLEST = 1e-30  # a row's largest number counts as no less, so that a row of zeros has a scale too
+SMALLEST = 1e-30  # lower bound of a row's largest number, so that a row of zeros has a scale too
 
 
 def quantize_rows(x: Float[Array, "*T D"]) -> tuple[Float8e4m3fn[Array, "*T D"], Float[Array, "*T"]]:

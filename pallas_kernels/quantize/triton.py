@@ -16,13 +16,15 @@ from jaxtyping import Array, Float
 from pallas_kernels import _compat
 from pallas_kernels.quantize.reference import E4M3, LARGEST, SMALLEST
 
-_WIDEST = 1 << 16  # elements of a row: 128 registers of each of 512 threads
+_MAX_WIDTH = 1 << 16  # numbers of a row: 128 registers of each of 512 threads
 
 
 def refusal(width: int) -> str | None:
     """Why the Triton kernels cannot quantise rows of this width, or None."""
-    if width > _WIDEST:
-        return f"The Triton kernel holds a row in registers, so its width must be at most {_WIDEST}; this is {width}."
+    if width > _MAX_WIDTH:
+        return (
+            f"The Triton kernel holds a row in registers, so its width must be at most {_MAX_WIDTH}; this is {width}."
+        )
     return None
 
 
@@ -31,8 +33,8 @@ def quantize_rows(x: Float[Array, "*T D"], *, interpret: bool = False) -> tuple[
     """See ``pallas_kernels.quantize_rows``."""
     D = x.shape[-1]
     rows = x.reshape(-1, D)
-    found = _call(_quantize_rows, "quantize_rows", (len(rows), D), [rows], D // 512, interpret)
-    return found[0].reshape(x.shape), found[1].reshape(x.shape[:-1])
+    numbers, scales = _call(_quantize_rows, "quantize_rows", (len(rows), D), [rows], D // 512, interpret)
+    return numbers.reshape(x.shape), scales.reshape(x.shape[:-1])
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -48,8 +50,8 @@ def quantize_gated(
     tokens, width = math.prod(of_tokens.shape), parts * units
     operands = [products.reshape(tokens, 2 * width), of_tokens.reshape(tokens), of_units.reshape(2 * width)]
     kernel = functools.partial(_quantize_gated, units=units)
-    found = _call(kernel, "quantize_gated", (tokens, width), operands, width // 512, interpret)
-    return found[0].reshape(*of_tokens.shape, width), found[1].reshape(of_tokens.shape)
+    numbers, scales = _call(kernel, "quantize_gated", (tokens, width), operands, width // 512, interpret)
+    return numbers.reshape(*of_tokens.shape, width), scales.reshape(of_tokens.shape)
 
 
 def _call(
@@ -60,14 +62,23 @@ def _call(
     warps: int,
     interpret: bool,
 ) -> list[jax.Array]:
-    """Numbers of that shape, and the scales of its rows, by about so many warps."""
+    """Run a kernel of one program a row, and return e4m3 numbers [tokens, width] and the scales of the rows.
+
+    Args:
+        kernel: to run.
+        name: by which profilers show it.
+        shape: tokens and width.
+        operands: of the kernel.
+        warps: of a program, rounded up to a power of two from 1 to 16.
+        interpret: run in Pallas' interpreter.
+    """
     tokens, width = shape
     if reason := refusal(width):
         raise NotImplementedError(reason)
     if 0 in shape:
         return [jnp.zeros(shape, E4M3), jnp.full(tokens, SMALLEST / LARGEST, jnp.float32)]
     operands = list(_compat.vary_alike(*operands))
-    found: list[jax.Array] = _compat.triton_call(
+    outputs: list[jax.Array] = _compat.triton_call(
         kernel,
         grid=(tokens,),
         out_shape=[
@@ -79,56 +90,59 @@ def _call(
         interpret=interpret,
         name=name,
     )(*operands)
-    return found
+    return outputs
 
 
 def _quantize_rows(x: Any, numbers: Any, scales: Any) -> None:
-    """One program: one row, as wide as the next power of two; what stands beyond the row's end counts as zero."""
+    """One program: one row, padded with zeros to the next power of two."""
     column = jnp.arange(pl.next_power_of_2(x.shape[1]), dtype=jnp.int32)
-    real = None if len(column) == x.shape[1] else column < x.shape[1]
-    _store([(_load(x, column, real), column)], real, numbers, scales)
+    exists = None if len(column) == x.shape[1] else column < x.shape[1]
+    _store([(_load(x, column, exists), column)], exists, numbers, scales)
 
 
 def _quantize_gated(products: Any, of_tokens: Any, of_units: Any, numbers: Any, scales: Any, *, units: int) -> None:
-    """The same of hidden units: of each part the gates stand before its other projections.
+    """One program: the hidden units of one token. Each part has its gates in front of its up projections.
 
-    Parts and units are axes of their own, so that the compiler sees that neighbours stand side by side; units come in
-    pieces of a power of two if they can, so that nothing is computed beside them.
+    Parts and units are separate axes, so that the compiler sees which numbers are neighbours in memory. Units come in
+    pieces of a power of two where that divides them, so that no padding is computed.
     """
     parts = numbers.shape[1] // units
     size = math.gcd(units, 1 << 10) if units % 128 == 0 else pl.next_power_of_2(units)
     part = jnp.arange(pl.next_power_of_2(parts), dtype=jnp.int32)[:, None]
     unit = jnp.arange(size, dtype=jnp.int32)[None, :]
-    real = None if len(part) == parts and size <= units else (part < parts) & (unit < units)
+    exists = None if len(part) == parts and size <= units else (part < parts) & (unit < units)
     of_token = of_tokens[pl.program_id(0)]
 
-    def load(place: jax.Array) -> jax.Array:
-        factor = pltriton.load(of_units.at[place], mask=real, other=None if real is None else 0.0)
-        return _load(products, place, real) * (of_token * factor)
+    def load(column: jax.Array) -> jax.Array:
+        factor = pltriton.load(of_units.at[column], mask=exists, other=None if exists is None else 0.0)
+        return _load(products, column, exists) * (of_token * factor)
 
     pieces = []
     for start in range(0, units, size):
-        place = 2 * units * part + start + unit
-        gate, up = load(place), load(place + units)
+        column = 2 * units * part + start + unit
+        gate, up = load(column), load(column + units)
         pieces.append((gate * up / (1 + jnp.exp(-gate)), units * part + start + unit))
-    _store(pieces, real, numbers, scales)
+    _store(pieces, exists, numbers, scales)
 
 
-def _load(ref: Any, column: jax.Array, real: jax.Array | None) -> jax.Array:
-    """Of this program's row; zeros where there is nothing."""
-    place = ref.at[jnp.full_like(column, pl.program_id(0)), column]
-    return pltriton.load(place, mask=real, other=None if real is None else 0.0).astype(jnp.float32)
+def _load(ref: Any, column: jax.Array, exists: jax.Array | None) -> jax.Array:
+    """Load columns of this program's row in float32, zeros where they do not exist."""
+    source = ref.at[jnp.full_like(column, pl.program_id(0)), column]
+    return pltriton.load(source, mask=exists, other=None if exists is None else 0.0).astype(jnp.float32)
 
 
-def _store(pieces: list[tuple[jax.Array, jax.Array]], real: jax.Array | None, numbers: Any, scales: Any) -> None:
-    """A row in pieces, each with its columns, and its scale."""
-    found, scales[pl.program_id(0)] = quantized([wide for wide, _ in pieces])
-    for values, (_, column) in zip(found, pieces, strict=True):
-        pltriton.store(numbers.at[jnp.full_like(column, pl.program_id(0)), column], values, mask=real)
+def _store(pieces: list[tuple[jax.Array, jax.Array]], exists: jax.Array | None, numbers: Any, scales: Any) -> None:
+    """Quantise this program's row, given as pieces with their columns, and store its numbers and its scale."""
+    quantized_pieces, scales[pl.program_id(0)] = quantized([wide for wide, _ in pieces])
+    for values, (_, column) in zip(quantized_pieces, pieces, strict=True):
+        pltriton.store(numbers.at[jnp.full_like(column, pl.program_id(0)), column], values, mask=exists)
 
 
 def quantized(pieces: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-    """A float32 row in pieces, all of one shape, as e4m3 numbers, the largest being that of e4m3; and their scale."""
+    """The e4m3 numbers and the scale of a float32 row that is given in pieces of one shape.
+
+    The row's largest number becomes the largest of e4m3.
+    """
     largest = functools.reduce(jnp.maximum, [jnp.abs(wide) for wide in pieces])
     scale = jnp.maximum(jnp.max(largest), SMALLEST) / LARGEST
     return [jnp.clip(wide * (1 / scale), -LARGEST, LARGEST).astype(E4M3) for wide in pieces], scale

@@ -1,4 +1,4 @@
-"""The first half of an MLP: the products with gate and up, and what becomes of them, ``silu(gate) * up``."""
+"""The first half of an MLP: the products with gate and up, and the hidden units ``silu(gate) * up``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,31 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import _compat
-from pallas_kernels.swiglu import mosaic, reference, triton
+from pallas_kernels import registry
+from pallas_kernels.registry import HOPPER
 from pallas_kernels.swiglu.reference import gated
 
-__all__ = ["gated", "swiglu"]
+__all__ = ["SWIGLU", "gated", "swiglu"]
 
 Implementation = Literal["mosaic", "triton", "reference"]
+
+SWIGLU = registry.Operation(  # a call is (x, weight)
+    "swiglu",
+    (
+        registry.Implementation(
+            "mosaic", "pallas_kernels.swiglu.mosaic:swiglu", HOPPER, slower="slower", refusal="refusal"
+        ),
+        registry.Implementation(  # it runs on older GPUs too, but was measured on Hopper alone
+            "triton",
+            "pallas_kernels.swiglu.triton:swiglu",
+            HOPPER,
+            slower="slower",
+            refusal="refusal",
+            interprets=True,
+        ),
+        registry.Implementation("reference", "pallas_kernels.swiglu.reference:swiglu"),
+    ),
+)
 
 
 def swiglu(
@@ -23,14 +41,14 @@ def swiglu(
     implementation: Implementation | None = None,
     interpret: bool = False,
 ) -> Float[Array, "*T F"]:
-    """``silu(x @ gate.T) * (x @ up.T)`` of any number of tokens (any leading axes).
+    """``silu(x @ gate.T) * (x @ up.T)`` for any number of tokens (any leading axes).
 
     Args:
-      x: what goes into the MLP, normed; bf16 or f16 (f32: reference only).
-      weight: in each of E parts of the MLP's width F = E I, first the rows of gate and then those of up; like x.
+      x: the normed input of the MLP; bf16 or f16 (f32: reference only).
+      weight: E parts of the MLP's width F = E I; in each first the rows of gate, then those of up; dtype like x.
       implementation: ``"mosaic"``, picked for 64, 128, 256 and from 512 tokens on, or ``"triton"``, for up to 16, where
         the products never leave the chip, or ``"reference"``, which leaves them to XLA; None picks the fastest. Only
-        the reference can be differentiated, and split by XLA over several devices; the kernels want a ``shard_map``
+        the reference can be differentiated, and split by XLA over several devices; the kernels need a ``shard_map``
         around them there.
       interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
 
@@ -39,31 +57,13 @@ def swiglu(
 
     Raises:
       ValueError: shapes or dtypes that do not belong together; the message prints them.
-      NotImplementedError: what the chosen implementation cannot do, in a sentence.
+      NotImplementedError: the chosen implementation cannot do the call; the message says why.
 
     Source: SwiGLU (arXiv 2002.05202).
     """
     _check(x, weight)
-    match implementation or _fastest(x, weight, interpret):
-        case "mosaic":
-            return mosaic.swiglu(x, weight)
-        case "triton":
-            return triton.swiglu(x, weight, interpret=interpret)
-        case "reference":
-            return reference.swiglu(x, weight)
-        case other:
-            raise ValueError(f"implementation must be 'mosaic', 'triton', 'reference' or None; got {other!r}")
-
-
-def _fastest(x: Any, weight: Any, interpret: bool) -> Implementation:
-    if interpret:
-        return "triton"
-    capability = _compat.compute_capability()
-    if capability is None or capability[0] != 9:
-        return "reference"
-    if mosaic.refusal(x, weight) is None and mosaic.is_fastest(x, weight):
-        return "mosaic"
-    return "triton" if triton.refusal(x, weight) is None and triton.is_fastest(x, weight) else "reference"
+    out: Array = SWIGLU.function(implementation, (x, weight), interpret=interpret)(x, weight)
+    return out
 
 
 def _check(x: Any, weight: Any) -> None:

@@ -1,7 +1,7 @@
-"""Gate and up of an MLP in one product on Hopper (see ``products``), and their hidden units at its end.
+"""Gate and up of an MLP in one product on Hopper (see ``lib.products``), which ends with the hidden units.
 
 Rows of gate and of up lie side by side in a tile, so that both products of a hidden unit end up in the same thread,
-which multiplies them; nothing else is written.
+which combines them; the products are never written to memory.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import _compat, products, streams
-from pallas_kernels.products import ALIGNED, STEP, Plan, Tile
-from pallas_kernels.shared_memory import tiled
+from pallas_kernels import _compat
+from pallas_kernels.lib import products
+from pallas_kernels.lib.measured import MAX_STREAM_TOKENS, is_large, tokens_of, too_small
+from pallas_kernels.lib.products import ALIGNED, STEP, Plan, Tile
+from pallas_kernels.lib.shared_memory import tiled
 
-WIDTH = STEP // 2  # what inputs must be a multiple of
-MOST_OF_FEW, LEAST_OF_MANY = 256, 512  # tokens: what is between them is XLA's
-UNITS = 32  # hidden units, of which results are copied in multiples
+WIDTH = STEP // 2  # inputs come in multiples of it: 16-bit numbers of one step
+FEW_TOKENS, MANY_TOKENS = 256, 512  # up to the first and from the second on it measured faster than XLA
+UNITS = 32  # results are copied in multiples of so many hidden units
+MIN_FILL = 0.95  # of the card, below which XLA's product measured as fast
 TILES = tuple(
     Tile(tokens, 2 * units, 2 * tokens * units)
     for tokens, units in ((256, 96), (256, 64), (128, 128), (128, 96), (128, 64))
@@ -46,33 +49,43 @@ def refusal(x: Any, weight: Any) -> str | None:
     return None
 
 
-def is_fastest(x: Any, weight: Any) -> bool:
-    """Whether this call is faster here than XLA's product and activation, by the measurements in BENCH.md.
+def slower(x: Any, weight: Any) -> str | None:
+    """Why XLA's product and activation are measured faster (BENCH.md), or None; `refusal` may object all the same.
 
-    Tiles of few tokens must be whole: copies of rows from beyond the end are slow.
+    Tiles of few tokens must be full, since copies of rows from beyond the end are slow.
     """
-    tokens = streams.tokens_of(x)
-    few = streams.MOST_TOKENS < tokens <= MOST_OF_FEW and streams.is_large(weight)
-    if not few and tokens < LEAST_OF_MANY:
-        return False
+    tokens = tokens_of(x)
+    few = MAX_STREAM_TOKENS < tokens <= FEW_TOKENS
+    if not few and tokens < MANY_TOKENS:
+        return (
+            f"It was measured faster for {MAX_STREAM_TOKENS + 1} to {FEW_TOKENS} tokens and from {MANY_TOKENS} on; "
+            f"these are {tokens}."
+        )
+    if few and not is_large(weight):
+        return too_small(weight)
+    if refusal(x, weight) is not None:
+        return None
     plan = best_plan(x, weight)
     if few and tokens % plan.tile.rows:
-        return False
-    return plan.fill(tokens, 2 * weight.shape[0] * weight.shape[2]) >= 0.95
+        return f"Its tiles take {plan.tile.rows} tokens, of which {tokens} is no multiple."
+    if (fill := plan.fill(tokens, 2 * weight.shape[0] * weight.shape[2])) < MIN_FILL:
+        return f"Its tiles would use {fill:.0%} of the card, and need {MIN_FILL:.0%} to be faster."
+    return None
 
 
 def best_plan(x: Any, weight: Any) -> Plan:
-    """The best of all plans for a call.
+    """The plan of lowest cost for a call.
 
-    Of 256 tokens a CTA has two smaller tiles, and ends one while the weights of the next come.
+    Up to 256 tokens a CTA gets two smaller tiles rather than one of 256 rows, and finishes one while the weights of the
+    next arrive.
     """
-    tokens = streams.tokens_of(x)
-    tiles = TILES_OF_64 if tokens <= 64 else [tile for tile in TILES if tile.rows <= 128 or tokens > MOST_OF_FEW]
+    tokens = tokens_of(x)
+    tiles = TILES_OF_64 if tokens <= 64 else [tile for tile in TILES if tile.rows <= 128 or tokens > FEW_TOKENS]
     return products.best(plan_of(tile, x, weight) for tile in tiles if weight.shape[3] % tile.depth(x.dtype) == 0)
 
 
 def plan_of(tile: Tile, x: Any, weight: Any) -> Plan:
-    """The plan of a call with such tiles."""
+    """The plan of a call with tiles of this kind."""
     parts, _, units, width = weight.shape
     pieces = parts * pl.cdiv(units, tile.columns // 2)
     return Plan(tile, pl.cdiv(x.size // width, tile.rows), pieces, width // tile.depth(x.dtype))
@@ -86,7 +99,7 @@ def swiglu(
     if reason := refusal(x, weight):
         raise NotImplementedError(reason)
     parts, _, units, width = weight.shape
-    tokens = streams.tokens_of(x)
+    tokens = tokens_of(x)
     if tokens == 0:
         return jnp.zeros((*x.shape[:-1], parts * units), x.dtype)
     plan = best_plan(x, weight) if tile is None else plan_of(tile, x, weight)
@@ -96,17 +109,17 @@ def swiglu(
     def swiglu_kernel(*refs: Any, **scratch: Any) -> None:
         _swiglu(*refs, plan=plan, **scratch)
 
-    own = plan.tile.rows // plan.tile.consumers
-    out_s = tiled((plan.tile.consumers, own, plan.tile.columns // 2), x.dtype, row=units)
+    consumer_rows = plan.tile.rows // plan.tile.consumers
+    out_s = tiled((plan.tile.consumers, consumer_rows, plan.tile.columns // 2), x.dtype, row=units)
     scratch = products.ring(plan, x.dtype) | {"out_s": out_s}
     output = _compat.out_like((len(rows), parts, units), x.dtype, operands[0])
     (out,) = products.launch(swiglu_kernel, plan, [output], scratch, copies=2)(*operands)
-    (out, *_) = _compat.vary_alike(out, *operands)  # Mosaic's outputs do not say so
+    (out, *_) = _compat.vary_alike(out, *operands)  # Mosaic does not mark its outputs as varying
     return out[:tokens].reshape(*x.shape[:-1], parts * units)
 
 
 def _swiglu(x: Any, weight: Any, out: Any, *, plan: Plan, **s: Any) -> None:
-    """One CTA; ``s`` is its scratch."""
+    """The body of one CTA; ``s`` is its scratch."""
     units = plan.tile.columns // 2
     pieces = plan.pieces // weight.shape[0]  # of a part
 
@@ -114,22 +127,22 @@ def _swiglu(x: Any, weight: Any, out: Any, *, plan: Plan, **s: Any) -> None:
         return lax.div(piece, pieces), pl.ds(lax.rem(piece, pieces) * units, units)
 
     def fetch(piece: Any, inputs: Any, target: Any, barrier: Any) -> None:
-        part, own = place(piece)
+        part, rows = place(piece)
         for half in range(2):
-            source = weight.at[part, half, own, inputs]
+            source = weight.at[part, half, rows, inputs]
             plgpu.copy_gmem_to_smem(source, target.at[pl.ds(half * units, units)], barrier)
 
     def finish(gate_up: jax.Array, i: Any, block: Any, piece: Any, me: Any) -> None:
-        """Multiplies gate and up, rounded as products are, and leaves the result to TMA."""
+        """Combine gate and up, each rounded to the result's dtype, and leave the result to TMA."""
         del i
         rounded = gate_up.astype(out.dtype)
         gate, up = (rounded[:, half * units :][:, :units].astype(jnp.float32) for half in range(2))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # until the tile before has left ``out_s``
         s["out_s"].at[me][...] = (gate / (1 + jnp.exp(-gate)) * up).astype(out.dtype)
         plgpu.commit_smem()
-        part, own = place(piece)
-        mine = products.own_rows(plan.tile, me)
-        tokens = pl.ds(block * plan.tile.rows + mine.start, mine.size)
-        plgpu.copy_smem_to_gmem(s["out_s"].at[me], out.at[tokens, part, own])
+        part, columns = place(piece)
+        rows = products.consumer_rows(plan.tile, me)
+        tokens = pl.ds(block * plan.tile.rows + rows.start, rows.size)
+        plgpu.copy_smem_to_gmem(s["out_s"].at[me], out.at[tokens, part, columns])
 
     products.multiply(x, plan, fetch, finish, s)

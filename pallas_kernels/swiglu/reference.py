@@ -1,4 +1,4 @@
-"""The first half of an MLP in plain jnp: the oracle of the kernel, the path of CPUs and TPUs, and differentiable."""
+"""The first half of an MLP in plain jnp: the oracle of the kernels, the path of CPUs and TPUs, and differentiable."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def swiglu(x: Float[Array, "*T D"], weight: Float[Array, "E 2 I D"]) -> Float[Ar
 
 
 def gated(products: Float[Array, "*T E 2 I"]) -> Float[Array, "*T F"]:
-    """Hidden units of an MLP from the products of its gate and of its other projection: silu(gate) * up, F = E I."""
+    """Hidden units of an MLP from the products of gate and up: silu(gate) * up, F = E I."""
     hidden = jax.nn.silu(products[..., 0, :]) * products[..., 1, :]
     return hidden.reshape(*products.shape[:-3], hidden.shape[-2] * hidden.shape[-1])

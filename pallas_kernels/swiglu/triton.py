@@ -1,4 +1,4 @@
-"""Gate and up of an MLP for few tokens on Pallas' Triton backend (see ``streams``): one program some hidden units."""
+"""Gate and up of an MLP for few tokens on Pallas' Triton backend (see ``lib.streams``): a program has some units."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels import _compat, streams
-from pallas_kernels.streams import Config, is_fastest
+from pallas_kernels import _compat
+from pallas_kernels.lib import streams
+from pallas_kernels.lib.measured import tokens_of
+from pallas_kernels.lib.streams import Config, slower
 
-__all__ = ["DEFAULT", "is_fastest", "refusal", "swiglu"]
+__all__ = ["DEFAULT", "refusal", "slower", "swiglu"]
 
-DEFAULT = Config(rows=64, depth=64, num_stages=4)  # what measured best on an H200 (BENCH.md)
+DEFAULT = Config(rows=64, depth=64, num_stages=4)  # the fastest on an H200 (BENCH.md)
 
 
 def refusal(x: Any, weight: Any) -> str | None:
@@ -31,7 +33,7 @@ def swiglu(
     parts, _, units, width = weight.shape
     if reason := streams.refusal(x, width, units, config):
         raise NotImplementedError(reason)
-    tokens = streams.tokens_of(x)
+    tokens = tokens_of(x)
     if tokens == 0:
         return jnp.zeros((*x.shape[:-1], parts * units), x.dtype)
     operands = _compat.vary_alike(x.reshape(tokens, width), weight.reshape(-1, width))
@@ -48,10 +50,10 @@ def swiglu(
 
 
 def _swiglu(x: Any, weight: Any, out: Any, *, units: int, config: Config) -> None:
-    """One program; of each part the rows of gate stand before those of up."""
+    """One program; each part has the rows of gate in front of those of up."""
     first = pl.program_id(0) * config.rows
     unit = first + jnp.arange(config.rows, dtype=jnp.int32)
     gate = unit + first // units * units
     products = streams.products(x, weight, [gate, gate + units], config.depth)
-    opened, up = (found.astype(out.dtype).astype(jnp.float32) for found in products)
+    opened, up = (product.astype(out.dtype).astype(jnp.float32) for product in products)
     streams.store(opened / (1 + jnp.exp(-opened)) * up, out, unit)

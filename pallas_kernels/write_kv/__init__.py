@@ -1,9 +1,8 @@
-"""What layers do with their projected heads: norm, RoPE, and keys and values into their pages, quantised, in place."""
+"""The step from a layer's projected heads to its queries and pages: norm, RoPE, and a quantised write in place."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,11 +10,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import _compat
-from pallas_kernels.rotary import Rotary
-from pallas_kernels.write_kv import reference, triton
+from pallas_kernels import registry
+from pallas_kernels.lib.rotary import Rotary
+from pallas_kernels.registry import FP8_GPUS
 
 Implementation = Literal["triton", "reference"]
+
+
+def _operation(name: str) -> registry.Operation:
+    kernel = registry.Implementation(
+        "triton", f"pallas_kernels.write_kv.triton:{name}", FP8_GPUS, refusal="refusal", interprets=True
+    )
+    plain = registry.Implementation("reference", f"pallas_kernels.write_kv.reference:{name}")
+    return registry.Operation(name, (kernel, plain))
+
+
+WRITE_KV, WRITE_CONTEXT = _operation("write_kv"), _operation("write_context")  # a call is (k_pages,)
 
 
 def write_kv(
@@ -30,38 +40,38 @@ def write_kv(
     implementation: Implementation | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "*T N H"], Float[Array, "P K S H"], Float[Array, "P K S H"]]:
-    """Norms and rotates tokens' heads, writes keys and values into pages, and returns the queries and the pools.
+    """Norm and rotate tokens' heads, write keys and values into pages, and return the queries and the pools.
 
-    Donate the pools to the ``jit`` around and use only what comes back: then the write is in place. One use of an old
-    pool after the call makes XLA copy the whole pool.
+    Donate the pools to the ``jit`` around and use only the returned pools: then the write is in place. One use of an
+    old pool after the call makes XLA copy all of it.
 
     Args:
       k_pages: pool of keys, S tokens a page; bf16, f16, f32, float8_e4m3fn or float8_e5m2.
       v_pages: pool of values, like ``k_pages``.
-      heads: of any number of tokens (any leading axes), as one projection gives them: of each kv head, side by side,
-        its J - 2 query heads (there may be none), its key and its value.
-      slots: where each token goes: ``page * S + offset``; -1 writes nothing. No slot may stand twice.
-      rotary: scales of all heads, norms and RoPE of queries and keys, its tables with the leading axes of ``slots``;
-        None leaves all as they are.
-      k_scale: what a stored key is multiplied by to be the key, so keys are divided by it: a scalar, or one a kv head.
-      v_scale: the same of values.
+      heads: projected heads of any number of tokens (any leading axes). Each kv head has its J - 2 query heads (there
+        may be none), its key and its value side by side.
+      slots: where each token goes: ``page * S + offset``; -1 writes nothing. No slot may occur twice.
+      rotary: scales of all heads, norms and RoPE of queries and keys, with tables that have the leading axes of
+        ``slots``; None leaves heads as they are.
+      k_scale: key = stored key * k_scale, so keys are divided by it: a scalar, or one number a kv head.
+      v_scale: likewise for values.
       implementation: ``"triton"`` or ``"reference"``; None picks Triton on NVIDIA GPUs that know fp8 (from sm_89).
       interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
 
     Returns:
-      The queries in heads' dtype, N = K * (J - 2), those of a kv head side by side, of tokens that write nothing, too;
-      and the two pools, of which only the slots have changed. Numbers too large for the pool's dtype are stored as its
+      The queries in heads' dtype, N = K * (J - 2), those of a kv head side by side, also for tokens that write nothing;
+      and the two pools, in which only the slots have changed. Numbers too large for the pool's dtype are stored as its
       largest, never as NaN or infinity.
 
     Raises:
       ValueError: shapes that do not belong together; the message prints them.
-      NotImplementedError: what the chosen implementation cannot do, in a sentence.
+      NotImplementedError: the chosen implementation cannot do the call; the message says why.
 
     Source: fp8 cache with scales as in vLLM (real = stored * scale); norms of Qwen3, halves paired as in Hugging Face.
     """
     check_heads(k_pages, v_pages, heads, slots, rotary)
     tokens, K, J, H = slots.size, *heads.shape[-3:]
-    run = _chosen(triton.write_kv, reference.write_kv, implementation, k_pages, interpret)
+    run = WRITE_KV.function(implementation, (k_pages,), interpret=interpret)
     queries, k_pages, v_pages = run(
         k_pages,
         v_pages,
@@ -88,34 +98,34 @@ def write_context(
     implementation: Implementation | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "P K S H"], Float[Array, "P K S H"]]:
-    """Norms and rotates keys of the layers that share two pools, and writes keys and values: a drafter's context.
+    """Norm and rotate keys of the layers that share two pools, and write keys and values: a drafter's context.
 
-    The same numbers as of `write_kv` without queries, called for one layer after the other, in one kernel, which reads
-    the heads where they lie. The pools are donated as there.
+    It writes the numbers of one `write_kv` without queries for each layer, in one kernel, which reads the heads where
+    they lie. Donate the pools as for `write_kv`.
 
     Args:
       k_pages: pool of keys, the pages of one layer behind those of another; dtypes as in `write_kv`.
       v_pages: pool of values, like ``k_pages``.
-      heads: of any number of tokens (any leading axes), keys and values of all L layers: of each kv head, side by side,
-        each layer's key and its value; in one array for all layers, or in several, those of the first layers first.
+      heads: keys and values of all L layers, of any number of tokens (any leading axes). Each kv head has the key and
+        the value of each layer side by side; in one array for all layers, or in several, the first layers first.
       slots: where each token goes among the pages of a layer: ``page * S + offset``, pages counted from its first one;
-        -1 writes nothing. No slot may stand twice.
+        -1 writes nothing. No slot may occur twice.
       rotary: tables with the leading axes of ``slots``, and eps; it has no norms and no scales.
       k_norms: weights of each layer's norm of keys; None norms nothing.
-      first_pages: static; of each layer that is to be written, counted from 0, its first page in the pools.
-      k_scale: what a stored key is multiplied by to be the key: a scalar, or one a layer and kv head.
-      v_scale: the same of values.
+      first_pages: static; the layers to write, counted from 0, with the first page of each in the pools.
+      k_scale: key = stored key * k_scale: a scalar, or one number a layer and kv head.
+      v_scale: likewise for values.
       implementation: as for `write_kv`.
       interpret: as for `write_kv`.
 
     Returns:
-      The two pools, of which only the slots of those layers have changed, rounded and clipped as in `write_kv`.
+      The two pools, in which only the slots of those layers have changed, rounded and clipped as in `write_kv`.
 
     Raises:
       ValueError: shapes that do not belong together; the message prints them.
-      NotImplementedError: what the chosen implementation cannot do, in a sentence.
+      NotImplementedError: the chosen implementation cannot do the call; the message says why.
 
-    Source: that of `write_kv`; keys and values of context features as in DFlash, arXiv 2602.06036, section 4.
+    Source: as for `write_kv`; keys and values of context features as in DFlash, arXiv 2602.06036, section 4.
     """
     _check_pools(k_pages, v_pages, slots)
     for array in heads:
@@ -123,8 +133,8 @@ def write_context(
     _check_layers(heads, rotary, k_norms, first_pages)
     for k_norm in k_norms:
         _check_rotary(replace(rotary, k_norm=k_norm), slots.shape, heads[0].shape[-3:])
-    of_all = len(k_norms), k_pages.shape[1]
-    run = _chosen(triton.write_context, reference.write_context, implementation, k_pages, interpret)
+    scales_shape = len(k_norms), k_pages.shape[1]
+    run = WRITE_CONTEXT.function(implementation, (k_pages,), interpret=interpret)
     k_pages, v_pages = run(
         k_pages,
         v_pages,
@@ -132,46 +142,22 @@ def write_context(
         slots.reshape(slots.size).astype(jnp.int32),
         _flat(rotary),
         list(k_norms),
-        _scales("k_scale", k_scale, of_all),
-        _scales("v_scale", v_scale, of_all),
+        _scales("k_scale", k_scale, scales_shape),
+        _scales("v_scale", v_scale, scales_shape),
         first_pages=tuple(first_pages.items()),
     )
     return k_pages, v_pages
 
 
-def _chosen(
-    kernel: Callable[..., Any],
-    plain: Callable[..., Any],
-    implementation: Implementation | None,
-    k_pages: jax.Array,
-    interpret: bool,
-) -> Callable[..., Any]:
-    match implementation or _fastest(k_pages, interpret):
-        case "triton":
-            return functools.partial(kernel, interpret=interpret)
-        case "reference":
-            return plain
-        case other:
-            raise ValueError(f"implementation must be 'triton', 'reference' or None; got {other!r}")
-
-
-def _fastest(k_pages: jax.Array, interpret: bool) -> Implementation:
-    if interpret:
-        return "triton"
-    capability = _compat.compute_capability()
-    able = capability is not None and capability >= (8, 9) and triton.refusal(k_pages) is None
-    return "triton" if able else "reference"
-
-
 def check_heads(k_pages: Any, v_pages: Any, heads: Any, slots: Any, rotary: Rotary | None) -> None:
-    """Raise ValueError for what does not belong together."""
+    """Raise ValueError for shapes or dtypes that do not belong together."""
     _check_pools(k_pages, v_pages, slots)
     _check_heads(heads, slots, k_pages)
     _check_rotary(rotary, slots.shape, heads.shape[-3:])
 
 
 def _flat(rotary: Rotary) -> Rotary:
-    """The same of tokens with one axis."""
+    """The rotary with one axis of tokens."""
     angles = -1, rotary.cos.shape[-1]
     scales = rotary.scales and (rotary.scales[0].reshape(-1), rotary.scales[1])
     return replace(rotary, cos=rotary.cos.reshape(angles), sin=rotary.sin.reshape(angles), scales=scales)
@@ -217,11 +203,11 @@ def _check_layers(heads: Sequence[Any], rotary: Rotary, k_norms: Sequence[Any], 
     rows, layers = [array.shape[-2] for array in heads], range(len(k_norms))
     if any(J % 2 for J in rows) or sum(rows) != 2 * len(layers) or not set() < set(first_pages) <= set(layers):
         raise ValueError(
-            "heads must be a key and a value of each of the layers that k_norms are of, and first_pages of some of "
-            f"these; got {rows}, {len(layers)} and {list(first_pages)}"
+            "heads must have a key and a value for each layer of k_norms, and first_pages must name some of these "
+            f"layers; got {rows}, {len(layers)} and {list(first_pages)}"
         )
     if rotary.q_norm is not None or rotary.k_norm is not None or rotary.scales is not None:
-        raise ValueError("rotary must have no norms, which are those of layers, and no scales")
+        raise ValueError("rotary must have no norms, which k_norms gives for each layer, and no scales")
 
 
 def _scales(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:

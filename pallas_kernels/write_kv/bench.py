@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from pallas_kernels import Rotary, timing
+from pallas_kernels import Rotary
+from pallas_kernels.lib import timing
 
 K, H, PAGE, PAGES = 8, 128, 64, 1024
-LAYERS = 36  # as many as the model has: with few, the host's dispatch of a program is what one would measure
+LAYERS = 36  # as in the model: with few calls the benchmark would measure the host's dispatch of a program
 DTYPES = {"bf16": jnp.bfloat16, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
 def program(implementation: Any) -> Any:
-    """Norm, RoPE and writes of ``LAYERS`` layers, pools donated; gives all queries and pools."""
+    """Norm, RoPE and writes of ``LAYERS`` layers with donated pools; returns all pools and queries."""
 
     def run(pools: Any, heads: Any, slots: Any, rotary: Any) -> Any:
         layers = [
@@ -31,7 +32,7 @@ def program(implementation: Any) -> Any:
 
 
 def measure(batch: int, tokens: int, group: int, name: str, implementation: str) -> dict[str, Any]:
-    """One row. Every layer has its own heads and pools, so that they do not stay in L2."""
+    """Time one case; every layer has its own heads and pools, so that they do not stay in L2."""
     rng = np.random.default_rng(0)
     slots = jnp.asarray(rng.permutation(PAGES * PAGE)[: batch * tokens].reshape(batch, tokens), jnp.int32)
     heads = list(jax.random.normal(jax.random.key(0), (LAYERS, batch, tokens, K, group + 2, H), jnp.bfloat16))

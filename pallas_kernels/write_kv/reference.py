@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
-from pallas_kernels.rotary import Rotary, pairs_of, split_heads
+from pallas_kernels.lib.rotary import Rotary, pairs_of, split_heads
 
 
 def quantised(x: jax.Array, scale: Float[Array, " K"], dtype: jnp.dtype) -> jax.Array:
-    """``x / scale`` of ``[..., K, H]`` in a pool's dtype, clipped first: a cast that overflows makes NaN or inf."""
+    """``x / scale`` in a pool's dtype, clipped first, since a cast that overflows makes NaN or inf; x is [.., K, H]."""
     limit = _compat.max_finite(dtype)
     y = x.astype(jnp.float32) / scale[:, None].reshape((1,) * (x.ndim - 2) + (-1, 1))
     return jnp.clip(y, -limit, limit).astype(dtype)
@@ -31,7 +31,7 @@ def write_kv(
 ) -> tuple[Float[Array, "T N H"], Float[Array, "P K S H"], Float[Array, "P K S H"]]:
     """Scatters with ``.at[].set``, in place where the pools are donated; see ``pallas_kernels.write_kv``."""
     P, _, S, _ = k_pages.shape
-    page = jnp.where(slots >= 0, slots // S, P)  # past the pool: dropped
+    page = jnp.where(slots >= 0, slots // S, P)  # pages past the pool are dropped
     offset = slots % S
 
     def scatter(pool: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -53,7 +53,7 @@ def write_context(
     *,
     first_pages: Sequence[tuple[int, int]],
 ) -> tuple[Float[Array, "P K S H"], Float[Array, "P K S H"]]:
-    """One layer after the other; see ``pallas_kernels.write_kv.write_context``."""
+    """Write one layer after the other; see ``pallas_kernels.write_kv.write_context``."""
     page_size, pairs = k_pages.shape[2], pairs_of(heads)
     for layer, first_page in first_pages:
         array, row = pairs[layer]

@@ -1,6 +1,6 @@
-"""The page writes on Pallas' Triton backend: one program a token and kv head, pools aliased in and out.
+"""The page writes on Pallas' Triton backend: one program for each token and kv head, pools aliased in and out.
 
-The two halves of a head are loaded, turned and stored apart (see ``halves``).
+The two halves of a head are loaded, rotated and stored apart (see ``lib.halves``).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
-from pallas_kernels.halves import Halves, half_rows, positioned, quantised, scaled
-from pallas_kernels.rotary import Rotary, pairs_of
+from pallas_kernels.lib.halves import Halves, half_rows, positioned, quantised, scaled
+from pallas_kernels.lib.rotary import Rotary, pairs_of
 
 _GIB = 1 << 30
 
 
-def refusal(k_pages: jax.Array) -> str | None:
+def refusal(k_pages: Any) -> str | None:
     """Why the Triton backend cannot write this pool, or None."""
     H = k_pages.shape[-1]
     if H & (H - 1):
@@ -57,10 +57,10 @@ def write_kv(
         return heads.reshape(shape), k_pages, v_pages
     operands = (k_pages, v_pages, heads, slots, rotary, k_scale, v_scale)
     queries = [(shape, heads.dtype)] * (J > 2)
-    k_pages, v_pages, *found = _call(
+    k_pages, v_pages, *outputs = _call(
         _write, operands, queries, grid=(T, K), num_warps=num_warps, interpret=interpret, name="write_kv"
     )
-    return found[0] if found else heads[:, :, :0].reshape(shape), k_pages, v_pages
+    return outputs[0] if outputs else heads[:, :, :0].reshape(shape), k_pages, v_pages
 
 
 @functools.partial(jax.jit, static_argnames=("first_pages", "interpret"))
@@ -89,16 +89,20 @@ def write_context(
 
 
 def _call(
-    kernel: Callable[..., None], operands: Any, more: Sequence[tuple[tuple[int, ...], Any]], **how: Any
+    kernel: Callable[..., None], operands: Any, outputs: Sequence[tuple[tuple[int, ...], Any]], **how: Any
 ) -> list[jax.Array]:
-    """The two pools that come first among the operands, written in place; and more, of these shapes and dtypes."""
+    """Run a kernel on operands whose first two are the pools, which it writes in place.
+
+    Returns:
+        The two pools, and outputs of the given shapes and dtypes.
+    """
     leaves, tree = jax.tree.flatten(operands)
     leaves = list(_compat.vary_alike(*leaves))
     pools = [(pool.shape, pool.dtype) for pool in leaves[:2]]
-    out_shape = [_compat.out_like(shape, dtype, leaves[0]) for shape, dtype in (*pools, *more)]
+    out_shape = [_compat.out_like(shape, dtype, leaves[0]) for shape, dtype in (*pools, *outputs)]
     call = _compat.triton_call(kernel, out_shape=out_shape, aliases={0: 0, 1: 1}, num_stages=1, **how)
-    found: list[jax.Array] = call(*jax.tree.unflatten(tree, leaves))
-    return found
+    results: list[jax.Array] = call(*jax.tree.unflatten(tree, leaves))
+    return results
 
 
 def _write(
@@ -106,31 +110,31 @@ def _write(
     k_pages: Any, v_pages: Any, *queries: Any,
 ) -> None:  # fmt: skip
     """One program: one token's heads of one kv head. ``rotary`` is a Rotary of references."""
-    del k_in, v_in  # the same memory as the outputs
+    del k_in, v_in  # the outputs are aliases of them
     token, head = pl.program_id(0), pl.program_id(1)
     R, S, slot = heads.shape[2] - 2, k_pages.shape[2], slots[token]
     q_norm, k_norm = (None, None) if rotary is None else (rotary.q_norm, rotary.k_norm)
 
     def load_half_heads(load: Callable[..., Halves]) -> Halves:
-        """``load`` reads halves of heads of a reference, given its indices before the head."""
+        """Scaled halves of heads; ``load`` reads them from a reference, given the indices in front of the head."""
         return scaled(load(heads, token), rotary, lambda scales: scales[token], load)
 
     k, v = (load_half_heads(lambda ref, *index, row=row: _halves(ref, *index, head, row)) for row in (R, R + 1))
-    turn = functools.partial(_positioned, rotary=rotary, token=token)
-    k = turn(k, k_norm)
+    rotate = functools.partial(_positioned, rotary=rotary, token=token)
+    k = rotate(k, k_norm)
 
     if queries:
         row = jnp.arange(pl.next_power_of_2(R), dtype=jnp.int32)
-        real = (row < R)[:, None]
+        exists = (row < R)[:, None]
 
         def load(ref: Any, *index: Any) -> Halves:
-            return [pltriton.load(x, mask=real, other=0.0) for x in half_rows(ref, *index, head, row)]
+            return [pltriton.load(x, mask=exists, other=0.0) for x in half_rows(ref, *index, head, row)]
 
-        q = turn(load_half_heads(load), q_norm)
+        q = rotate(load_half_heads(load), q_norm)
         for x, target in zip(q, half_rows(queries[0], token, head * R + row), strict=True):
-            pltriton.store(target, x, mask=real)
+            pltriton.store(target, x, mask=exists)
 
-    # All loads stand before the branch: none of them waits for the slot's.
+    # All loads come before the branch, so that none of them waits for the load of the slot.
     k, v = quantised(k, k_scale[head], k_pages.dtype), quantised(v, v_scale[head], v_pages.dtype)
 
     @pl.when(slot >= 0)
@@ -142,8 +146,8 @@ def _write_context(
     k_in: Any, v_in: Any, heads: Any, slots: Any, rotary: Any, k_norms: Any, k_scale: Any, v_scale: Any,
     k_pages: Any, v_pages: Any, *, first_pages: Sequence[tuple[int, int]],
 ) -> None:  # fmt: skip
-    """One program: one token's keys and values of one kv head, of all layers of the pool."""
-    del k_in, v_in  # the same memory as the outputs
+    """One program: one token's keys and values of one kv head, for all layers of the pool."""
+    del k_in, v_in  # the outputs are aliases of them
     token, head = pl.program_id(0), pl.program_id(1)
     S, slot, pairs = k_pages.shape[2], slots[token], pairs_of(heads)
 
@@ -151,27 +155,28 @@ def _write_context(
         array, key = pairs[layer]
         return [_halves(array, token, head, row) for row in (key, key + 1)]
 
-    # All heads are loaded before anything is done with one: no load waits for what is made of another.
+    # All heads are loaded before any is processed, so that the loads overlap.
     loaded = [load(layer) for layer, _ in first_pages]
-    found = []
+    stored = []
     for (layer, first_page), (k, v) in zip(first_pages, loaded, strict=True):
         k = _positioned(k, k_norms[layer], rotary, token)
         k, v = quantised(k, k_scale[layer, head], k_pages.dtype), quantised(v, v_scale[layer, head], v_pages.dtype)
-        found.append((first_page, k, v))
+        stored.append((first_page, k, v))
 
     @pl.when(slot >= 0)
     def _():
-        for first_page, k, v in found:
+        for first_page, k, v in stored:
             _store(k_pages, v_pages, (first_page + slot // S, head, slot % S), k, v)
 
 
 def _halves(ref: Any, *index: Any) -> Halves:
+    """Load the two halves of the head at an index."""
     half = ref.shape[-1] // 2
     return [ref[*index, pl.ds(start, half)] for start in (0, half)]
 
 
 def _store(k_pages: Any, v_pages: Any, where: tuple[Any, ...], k: Halves, v: Halves) -> None:
-    """Write the halves of a key and of its value."""
+    """Write the halves of a key and of its value to an index of the pools."""
     half = k_pages.shape[-1] // 2
     for start, k_half, v_half in zip((0, half), k, v, strict=True):
         h = pl.ds(start, half)
@@ -180,6 +185,7 @@ def _store(k_pages: Any, v_pages: Any, where: tuple[Any, ...], k: Halves, v: Hal
 
 
 def _positioned(x: Halves, norm: Any, rotary: Rotary | None, token: Any) -> Halves:
+    """A token's head after norm and RoPE, if there is a rotary."""
     if rotary is None:
         return x
     return positioned(x, norm, rotary.eps, (rotary.cos[token], rotary.sin[token]))

@@ -8,15 +8,27 @@ open, equal neighbours counted: `r2m` is reference, reference, mosaic.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import _compat
+from pallas_kernels.add_norm import ADD_NORM
+from pallas_kernels.all_reduce import ALL_REDUCE, ALL_REDUCE_ADD_NORM
+from pallas_kernels.largest_product import LARGEST_PRODUCT
+from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import Arguments
+from pallas_kernels.product import PRODUCT, parts_of
+from pallas_kernels.quantize import QUANTIZE_GATED, QUANTIZE_ROWS
+from pallas_kernels.registry import Device
+from pallas_kernels.swiglu import SWIGLU
+from pallas_kernels.write_attend import WRITE_ATTEND, call_of
+from pallas_kernels.write_kv import WRITE_CONTEXT, WRITE_KV
 
 TABLE = Path(__file__).with_name("choices.txt")
 BF16, F16, F32, E4M3, E5M2 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -72,7 +84,37 @@ CARDS = (
     Card("sm_100", (10, 0), 148),
 )
 
-Chosen = Callable[[str, Card, tuple[Any, ...]], str]  # operation, device and call -> name of the implementation
+OPERATIONS = {  # by their name in the table; those of one name must choose alike
+    "product": [PRODUCT],
+    "split_product": [PRODUCT],
+    "swiglu": [SWIGLU],
+    "largest_product": [LARGEST_PRODUCT],
+    "add_norm": [ADD_NORM],
+    "quantize": [QUANTIZE_ROWS, QUANTIZE_GATED],
+    "write_kv": [WRITE_KV, WRITE_CONTEXT],
+    "all_reduce": [ALL_REDUCE, ALL_REDUCE_ADD_NORM],
+    "paged_attention": [PAGED_ATTENTION],
+    "write_attend": [WRITE_ATTEND],
+}
+UNINTERPRETED = ("split_product", "largest_product", "all_reduce")  # which have no argument `interpret`
+
+
+def chosen(name: str, card: Card, call: tuple[Any, ...]) -> str:
+    """What serves a call; for `split_product` into how many parts it is cut."""
+    capability = card.compute_capability
+    interpret = card.name == INTERPRETER and name not in UNINTERPRETED
+    device = Device("cpu") if capability is None else Device("cuda", capability)
+    with (
+        mock.patch.object(_compat, "compute_capability", return_value=capability),
+        mock.patch.object(_compat, "sm_count", return_value=card.sm_count),
+    ):
+        if name == "write_attend":
+            call = call_of(*call, device, interpret=interpret)
+        names = {operation.choose(call, device, interpret=interpret).name for operation in OPERATIONS[name]}
+        assert len(names) == 1, f"{name}: {names}"
+        if name == "split_product":
+            return str(parts_of(*call[:2])) if names == {"reference"} else "1"
+        return names.pop()
 
 
 def shape(*dimensions: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
@@ -122,8 +164,10 @@ _PRODUCTS = (  # [O, D]
     (4096, 4096), (6144, 4096), (8192, 4096), (12288, 4096), (24576, 4096), (28672, 4096), (4096, 12288), (4096, 20480),
     (5120, 5120), (2048, 4096), (4096, 2048), (1024, 1024), (9728, 2560), (6144, 4160), (4104, 4096), (1 << 17, 100),
 )  # fmt: skip
-_HEADS_OF_MODELS = (
-    (151936, 4096), (49152, 576), (16384, 4096), (16376, 4096), (8192, 4096), (151936, 4160), (151937, 4096), (32768, 64)  # noqa: E501
+_GATES = ((16, 2, 768, 4096), (16, 2, 608, 2560), (16, 2, 1088, 5120), (4, 2, 768, 1024), (8, 2, 100, 4096))  # E 2 I D
+_HEADS_OF_MODELS = (  # [V, D]
+    (151936, 4096), (49152, 576), (16384, 4096), (16376, 4096), (8192, 4096), (151936, 4160), (151937, 4096),
+    (32768, 64),
 )  # fmt: skip
 
 
@@ -136,7 +180,7 @@ def _attention(B: int, heads: tuple[int, int, int], dtype: Any, S: int = 64, q: 
         yield (Arguments(*arrays, mask="causal", window=None, scale=1.0),)  # type: ignore[arg-type]
 
 
-def lines(chosen: Chosen) -> Iterator[str]:
+def lines() -> Iterator[str]:
     """The table: one line where a device has one answer, else none for calls that get what a CPU gives them."""
     every = list(calls())
     for operation in dict.fromkeys(operation for operation, _, _ in every):
@@ -157,3 +201,7 @@ def _runs(letters: list[str]) -> str:
 
 def _name(dtype: Any) -> str:
     return {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}.get(name := jnp.dtype(dtype).name, name)
+
+
+if __name__ == "__main__":
+    TABLE.write_text("\n".join(lines()) + "\n")

@@ -13,14 +13,14 @@ from jax.sharding import PartitionSpec as Spec
 
 from pallas_kernels import Peers, all_reduce, all_reduce_add_norm
 from pallas_kernels.all_reduce import mosaic, reach_each_other
-from pallas_kernels.all_reduce.peers import MOST_ROWS, ONE_SHOT_ROWS
+from pallas_kernels.all_reduce.peers import MAX_ROWS, ONE_SHOT_ROWS
 from tests.kernels.cases import BF16, F32, cuda_lowering
 from tests.kernels.conftest import ON_GPU
 
 DEVICES = len(jax.devices()) if ON_GPU else 4
 F16 = jnp.float16
 EPS = 1e-6
-ROWS = (1, 7, ONE_SHOT_ROWS, ONE_SHOT_ROWS + 1, MOST_ROWS)
+ROWS = (1, 7, ONE_SHOT_ROWS, ONE_SHOT_ROWS + 1, MAX_ROWS)
 IMPLEMENTATIONS = ["library", "mosaic"] if ON_GPU else ["library"]
 pytestmark = pytest.mark.skipif(not 1 < DEVICES <= len(jax.devices()), reason="needs several devices")
 
@@ -143,7 +143,7 @@ def test_a_chain_of_sums_in_one_program():
             np.testing.assert_allclose(each, np.asarray(x[0]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [ONE_SHOT_ROWS, MOST_ROWS])
+@pytest.mark.parametrize("rows", [ONE_SHOT_ROWS, MAX_ROWS])
 @pytest.mark.parametrize(("width", "dtype"), [(4096, BF16), (2560, BF16), (1024, F16), (2048, F32)])
 def test_both_kinds_lower_for_cuda(rows, width, dtype):
     struct = jax.ShapeDtypeStruct

@@ -19,7 +19,7 @@ from dflash_jax.weights.formats.weight import logits_of
 from pallas_kernels import _compat, largest_product
 from pallas_kernels.largest_product import mosaic
 from pallas_kernels.largest_product.mosaic import FEW, TILES
-from pallas_kernels.products import STEP
+from pallas_kernels.lib.products import STEP
 from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, mesh_of
 from tests.kernels.conftest import ON_GPU
 
@@ -125,7 +125,7 @@ def test_lowers(tile, dtype):
     given = shapes((64, 15), 151_936, 4096, dtype)
     assert "mosaic_gpu" in cuda_lowering(f, *given)
     assert "mosaic_gpu" in cuda_lowering(f, *given, jax.ShapeDtypeStruct((), jnp.int32))
-    assert tile.stages * tile.step < mosaic.LEAST_STEPS * STEP
+    assert tile.stages * tile.step < mosaic.MIN_STEPS * STEP
 
 
 def test_no_tokens():

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as Spec
 from dflash_jax.engine.device.steps import compiler_options
 from dflash_jax.weights.formats.weight import logits_of, project
 from pallas_kernels import _compat, largest_product, product, split_product, swiglu
+from pallas_kernels.lib.streams import Config
 from pallas_kernels.product import reference, triton
-from pallas_kernels.streams import Config
 from pallas_kernels.swiglu import triton as swiglu_triton
 from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, error, mesh_of, operands, shapes
 from tests.kernels.conftest import ON_GPU

@@ -15,7 +15,7 @@ from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.weights.formats import array
 from pallas_kernels import _compat, swiglu
-from pallas_kernels.products import Plan
+from pallas_kernels.lib.products import Plan
 from pallas_kernels.swiglu import mosaic
 from pallas_kernels.swiglu.mosaic import TILES, TILES_OF_64, best_plan
 from tests.kernels.cases import BF16, F32, cuda_lowering, error, mesh_of, operands, shapes

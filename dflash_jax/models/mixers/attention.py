@@ -12,7 +12,7 @@ from dflash_jax.spec import DecoderConfig
 from dflash_jax.weights.formats.protocol import QuantizedRows
 from dflash_jax.weights.formats.weight import project, weight_of
 from dflash_jax.weights.tables import attention_table, declare
-from pallas_kernels.rotary import Rotary
+from pallas_kernels.lib.rotary import Rotary
 
 
 class Attention(nn.Module):

@@ -1,7 +1,7 @@
-"""What happens to a layer's heads between projection and attention: the one definition, plain jnp and differentiable.
+"""Norm and RoPE of a layer's heads between projection and attention, in plain jnp and differentiable.
 
-Projections that read the same input are one array, so a layer's heads come as ``[.., K, J, H]``: of each kv head, side
-by side, its J - 2 query heads, its key and its value.
+Projections that read the same input are one array, so a layer's heads come as ``[.., K, J, H]``: each kv head has its
+J - 2 query heads, its key and its value side by side. Kernels follow these definitions.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
+
+from pallas_kernels.lib.norm import rms_norm
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rotary:
-    """What turns projected queries and keys into those of the attention: RMS norm of each head, then RoPE.
+    """The work that turns projected queries and keys into those of the attention: RMS norm of each head, then RoPE.
 
     Attributes:
         cos: cosines of each token's angles, float32.
-        sin: their sines.
+        sin: sines of these angles, float32.
         q_norm: weights of the queries' norm; None norms nothing.
-        k_norm: the same of the keys.
-        scales: float32, by which all heads are multiplied first, of tokens and of columns: heads are products of fp8
-            numbers. None multiplies by nothing.
+        k_norm: weights of the keys' norm; None norms nothing.
+        scales: float32 scales of tokens and of columns, for heads that are products of fp8 numbers; all heads are
+            multiplied by both first. None is 1.
         eps: of both norms.
     """
 
@@ -37,13 +38,6 @@ class Rotary:
     k_norm: Float[Array, " H"] | None = None
     scales: tuple[Float[Array, "*T"], Float[Array, "K J H"]] | None = None
     eps: float = field(default=1e-6, metadata={"static": True})
-
-
-def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
-    """Root-mean-square norm over the last axis, computed in float32."""
-    wide = x.astype(jnp.float32)
-    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return weight * scaled.astype(x.dtype)
 
 
 def rotate(x: Float[Array, "*T N H"], cos: Float[Array, "*T H2"], sin: Float[Array, "*T H2"]) -> Float[Array, "*T N H"]:
@@ -56,9 +50,10 @@ def rotate(x: Float[Array, "*T N H"], cos: Float[Array, "*T H2"], sin: Float[Arr
 def split_heads(
     heads: Float[Array, "*T K J H"], rotary: Rotary | None
 ) -> tuple[Float[Array, "*T N H"], Float[Array, "*T K H"], Float[Array, "*T K H"]]:
-    """Queries and keys, normed and rotated, and values; N = K * (J - 2), those of a kv head side by side.
+    """Split heads into queries and keys, normed and rotated, and values.
 
-    Of values only the scales of ``rotary`` are felt; where it is None, all are left as they are.
+    Values are only scaled. Without a ``rotary`` all heads stay as they are. N = K * (J - 2), with the query heads of a
+    kv head side by side.
     """
     *tokens, K, J, H = heads.shape
     if rotary is not None and rotary.scales is not None:
@@ -77,5 +72,9 @@ def split_heads(
 
 
 def pairs_of(heads: Sequence[Any]) -> list[tuple[Any, int]]:
-    """Of every layer's key and value, which stand side by side in arrays ``[.., K, 2 * layers, H]``: array and row."""
+    """For each layer, the array that holds its key and value, and the row of its key; the value is in the next row.
+
+    Args:
+        heads: arrays ``[.., K, 2 * layers, H]``, with the key and the value of a layer side by side.
+    """
     return [(array, row) for array in heads for row in range(0, array.shape[-2], 2)]

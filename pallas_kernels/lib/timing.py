@@ -1,4 +1,4 @@
-"""How the benchmarks of this package measure: what all of them share, and nothing of any kernel.
+"""How the benchmarks of this package measure.
 
 One compiled program holds several calls of the kernel on different data, so that no call finds its data in L2 and the
 cost of a dispatch is spread; programs are enqueued back to back and timed by the host's clock until the last is done.
@@ -43,7 +43,7 @@ def copy_bandwidth() -> float:
 
 
 def compile_all(lowered: dict[Any, Callable[[], Any]], workers: int = 16) -> dict[Any, Any]:
-    """Lowers and compiles every program, several at a time; a NotImplementedError becomes its sentence."""
+    """Lower and compile every program, several at a time; a NotImplementedError becomes its message."""
 
     def build(make: Callable[[], Any]) -> Any:
         try:
@@ -56,7 +56,7 @@ def compile_all(lowered: dict[Any, Callable[[], Any]], workers: int = 16) -> dic
 
 
 def environment() -> dict[str, Any]:
-    """What a reader needs to place the figures."""
+    """Device, versions and date, which belong beside every figure."""
     device = jax.devices()[0]
     return {
         "device": device.device_kind,
@@ -66,10 +66,10 @@ def environment() -> dict[str, Any]:
     }
 
 
-def save(path: str | pathlib.Path, rows: list[dict[str, Any]], **more: Any) -> None:
-    """Writes rows as JSON, one a line, with the environment and ``more`` beside them."""
+def save(path: str | pathlib.Path, rows: list[dict[str, Any]], **facts: Any) -> None:
+    """Write rows as JSON, one a line, with the environment and ``facts`` beside them."""
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
-    head = json.dumps(environment() | more)[1:-1]
+    head = json.dumps(environment() | facts)[1:-1]
     pathlib.Path(path).write_text(f'{{{head}, "rows": [\n{lines}\n]}}\n')
 
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _compat
-from pallas_kernels.rotary import Rotary
+from pallas_kernels.lib.rotary import Rotary
 
 Halves = list[jax.Array]
 
 
 def half_rows(ref: Any, *index: Any) -> list[Any]:
-    """References to the left and the right halves of rows, given scalars and vectors of their places."""
+    """References to the left and the right halves of rows, given scalar and vector indices of the rows."""
     half = ref.shape[-1] // 2
     *rows, column = _compat.row_index(*index, half)
     return [ref.at[*rows, column + start] for start in (0, half)]
@@ -25,7 +25,14 @@ def half_rows(ref: Any, *index: Any) -> list[Any]:
 def scaled(
     heads: Halves, rotary: Rotary | None, of_tokens: Callable[[Any], jax.Array], of_columns: Callable[[Any], Halves]
 ) -> Halves:
-    """Heads times the scales that ``rotary`` has of their tokens and columns, if any; the functions load these."""
+    """Heads times the scales of their tokens and columns, if ``rotary`` has any.
+
+    Args:
+        heads: halves of heads.
+        rotary: of references.
+        of_tokens: loads the scales of the tokens from a reference.
+        of_columns: loads halves of the scales of the columns from a reference.
+    """
     if rotary is None or rotary.scales is None:
         return heads
     tokens, columns = of_tokens(rotary.scales[0]), of_columns(rotary.scales[1])
@@ -33,15 +40,19 @@ def scaled(
 
 
 def quantised(x: Halves, scale: Any, dtype: Any) -> Halves:
-    """Halves as a pool of that dtype stores them; numbers too large for it as its largest."""
+    """Halves divided by their scale, in the dtype of a pool; numbers too large for it become its largest."""
     limit = _compat.max_finite(dtype)
     return [jnp.clip(half.astype(jnp.float32) / scale, -limit, limit).astype(dtype) for half in x]
 
 
 def positioned(x: Halves, norm: Any, eps: float, angles: tuple[jax.Array, jax.Array]) -> Halves:
-    """Halves of heads [.., H / 2] after norm, if they have one, and RoPE, rounded where ``split_heads`` rounds.
+    """Halves of heads after RMS norm and RoPE, rounded where ``split_heads`` rounds.
 
-    ``norm`` is a reference to its weights [H], ``angles`` are cosines and sines for the halves.
+    Args:
+        x: halves [.., H / 2].
+        norm: reference to the weights [H] of the norm; None norms nothing.
+        eps: of the norm.
+        angles: cosines and sines, [.., H / 2] each.
     """
     dtype = x[0].dtype
     left, right = (y.astype(jnp.float32) for y in x)

@@ -10,7 +10,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def tiled(shape: tuple[int, ...], dtype: Any, row: int = 0) -> Any:
-    """Tiles of 8 rows, swizzled as wide as divides a row of it, and one of ``row`` numbers, up to 128 bytes."""
+    """Shared memory in tiles of 8 rows, with the widest swizzle up to 128 bytes that divides a row.
+
+    Args:
+        shape: of the array; rows lie along the last axis.
+        dtype: of the array.
+        row: numbers of another row that the swizzle must divide too, such as that of the array in memory; 0 is none.
+    """
     size = jnp.dtype(dtype).itemsize
     swizzle = next(width for width in (128, 64, 32) if math.gcd(shape[-1], row) * size % width == 0)
     transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))

@@ -1,14 +1,14 @@
-"""Products of more than a few rows on Hopper, on Pallas' Mosaic GPU backend, for kernels that go on with them there.
+"""Products of more than a few rows on Pallas' Mosaic GPU backend (Hopper), as a piece of kernels that go on with them.
 
-As many CTAs as there are multiprocessors go from tile to tile of ``x @ weight.T``. Warpgroups:
+As many CTAs as there are multiprocessors go from tile to tile of ``x @ weight.T``. The warpgroups of a CTA:
 
 * one producer starts TMA copies of rows of x and of the weight into a ring in shared memory, tile after tile;
-* one or two consumers multiply their part of the rows of x by wgmma, and then ``finish`` it, in float32.
+* one or two consumers multiply their part of the rows of x by wgmma, and hand the float32 products to ``finish``.
 
-Where the inputs are split, the CTAs of a cluster take a part of them each, for one tile, and send each other their sums
-of the columns that the other has, through shared memory.
+If the inputs are split, each CTA of a cluster multiplies one part of them for the same tile. Each CTA finishes a part
+of the columns, and the others send it their sums of these columns through shared memory.
 
-Copies from beyond the ends of x and of the weight bring zeros; what is copied to beyond the end of a result is dropped.
+TMA copies zeros from beyond the ends of x and of the weight, and drops writes beyond the end of a result.
 """
 
 from __future__ import annotations
@@ -24,24 +24,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
-from pallas_kernels.shared_memory import tiled
+from pallas_kernels.lib.shared_memory import tiled
 
-STEP = 128  # bytes of a row that a step reads, or a multiple: as wide as TMA swizzles
-ALIGNED = 8  # rows, of which arrays that are copied hold multiples
-BAND = 8  # blocks of rows that are taken together, so that what CTAs read at a time stays in L2
-_SHARED_MEMORY = 225 * 1024  # bytes of a CTA, less 2 KiB for barriers and alignment
+STEP = 128  # bytes of a row that a step reads (or a multiple): TMA's widest swizzle
+ALIGNED = 8  # rows; arrays that TMA copies hold a multiple of them, since tiles of shared memory have 8 rows
+BAND = 8  # blocks of rows that CTAs work on together, so that the weight that they read at a time stays in L2
+_SHARED_MEMORY = 225 * 1024  # bytes of a CTA: 227 KiB less 2 KiB for barriers and alignment
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What a CTA computes at a time: rows of x by rows of the weight, ``columns``, and the bytes it needs for more.
+    """The part of a product that a CTA computes at a time.
 
-    Each CTA of a cluster of ``splits`` multiplies a part of the inputs, and finishes a part of the columns.
+    Attributes:
+        rows: of x.
+        columns: of the product, that is rows of the weight.
+        extra_bytes: of shared memory that the kernel needs beside the ring.
+        consumers: warpgroups that multiply.
+        step: bytes of a row that a step of the ring reads.
+        splits: CTAs of a cluster; each multiplies a part of the inputs, and finishes a part of the columns.
     """
 
     rows: int
     columns: int
-    more: int
+    extra_bytes: int
     consumers: int = 2
     step: int = STEP
     splits: int = 1
@@ -49,11 +55,11 @@ class Tile:
     @property
     def stages(self) -> int:
         """Steps that the ring holds."""
-        return (_SHARED_MEMORY - self.more - self._parts) // ((self.rows + self.columns) * self.step)
+        return (_SHARED_MEMORY - self.extra_bytes - self._parts_bytes) // ((self.rows + self.columns) * self.step)
 
     @property
-    def _parts(self) -> int:
-        """Bytes of the others' sums."""
+    def _parts_bytes(self) -> int:
+        """Bytes of shared memory for the sums that the other CTAs of the cluster send."""
         return 4 * self.rows * self.columns * (self.splits - 1) // self.splits
 
     @property
@@ -62,12 +68,12 @@ class Tile:
         return self.columns // self.splits
 
     def depth(self, dtype: Any) -> int:
-        """Inputs of a step."""
+        """Inputs that a step reads of each row."""
         return self.step // jnp.dtype(dtype).itemsize
 
     @property
     def traffic(self) -> int:
-        """Bytes that ``STEP`` moves to shared memory and from it, whose speed binds wgmma with tiles of this size.
+        """Bytes that ``STEP`` bytes of a row move to and from shared memory, whose speed limits wgmma at these sizes.
 
         A wgmma reads its 64 rows and all columns.
         """
@@ -76,7 +82,14 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a product is cut: ``blocks`` of rows of x by ``pieces`` of the weight, and ``steps`` along a CTA's inputs."""
+    """How a product is cut up.
+
+    Attributes:
+        tile: what a CTA computes at a time.
+        blocks: tiles along the rows of x.
+        pieces: tiles along the rows of the weight.
+        steps: of the ring, along the inputs of a CTA.
+    """
 
     tile: Tile
     blocks: int
@@ -85,18 +98,18 @@ class Plan:
 
     @property
     def count(self) -> int:
-        """Of all tiles."""
+        """The number of tiles."""
         return self.blocks * self.pieces
 
     @property
-    def _most(self) -> int:
-        """Tiles that the card takes at a time."""
+    def _resident(self) -> int:
+        """Tiles that are resident on the card at once."""
         return _compat.sm_count() // self.tile.splits
 
     @property
     def clusters(self) -> int:
-        """That the kernel is launched with, of a CTA each where inputs are not split."""
-        return min(self._most, self.count)
+        """Clusters that the kernel is launched with; a cluster is one CTA unless inputs are split."""
+        return min(self._resident, self.count)
 
     @property
     def is_one_round(self) -> bool:
@@ -105,34 +118,39 @@ class Plan:
 
     @property
     def cost(self) -> int:
-        """Bytes by which the CTA with most tiles is busy."""
+        """Shared-memory bytes that the busiest CTA moves."""
         return pl.cdiv(self.count, self.clusters) * self.tile.traffic * self.steps * self.tile.step // STEP
 
     def fill(self, rows: int, columns: int) -> float:
-        """The part of what the card could compute meanwhile that is asked for."""
-        room = pl.cdiv(self.count, self._most) * self._most * self.tile.rows * self.tile.columns
-        return rows * columns / room
+        """The useful share of the numbers that all resident tiles compute, over all rounds of them."""
+        computed = pl.cdiv(self.count, self._resident) * self._resident * self.tile.rows * self.tile.columns
+        return rows * columns / computed
 
     def place(self, i: Any, blocks: Any) -> tuple[Any, Any]:
-        """Block and piece of tile i of so many blocks: through all pieces with a band of them, then with the next."""
+        """Block and piece of tile i: all pieces with one band of blocks, then all pieces with the next band.
+
+        Args:
+            i: number of the tile, traced.
+            blocks: that are computed, at most ``self.blocks``.
+        """
         band, rest = lax.div(i, BAND * self.pieces), lax.rem(i, BAND * self.pieces)
         blocks = jnp.minimum(BAND, blocks - band * BAND)
         return band * BAND + lax.rem(rest, blocks), lax.div(rest, blocks)
 
 
 def best(plans: Iterable[Plan]) -> Plan:
-    """The plan that keeps the busiest CTA least busy; the first of several."""
+    """The plan with the lowest cost; the first of several."""
     return min(plans, key=lambda plan: plan.cost)
 
 
-def own_rows(tile: Tile, me: Any) -> Any:
-    """The rows of a tile that are a consumer's."""
-    each = tile.rows // tile.consumers
-    return pl.ds(me * each, each)
+def consumer_rows(tile: Tile, me: Any) -> Any:
+    """The rows of a tile that consumer ``me`` multiplies."""
+    count = tile.rows // tile.consumers
+    return pl.ds(me * count, count)
 
 
-def own_columns(plan: Plan, piece: Any) -> Any:
-    """The columns of a piece that a CTA finishes."""
+def finished_columns(plan: Plan, piece: Any) -> Any:
+    """The columns of the product that this CTA finishes in a piece."""
     start = piece * plan.tile.columns
     if plan.tile.splits > 1:
         start += lax.axis_index("member") * plan.tile.width
@@ -142,19 +160,20 @@ def own_columns(plan: Plan, piece: Any) -> Any:
 def launch(
     kernel: Callable[..., None], plan: Plan, outputs: list[jax.ShapeDtypeStruct], scratch: dict[str, Any], copies: int
 ) -> Callable[..., Any]:
-    """The kernel over all CTAs: it is given operands, outputs and, by name, scratch, and calls ``multiply``.
+    """A kernel over all CTAs of a plan.
 
     Args:
-      kernel: by whose name profilers know it.
+      kernel: takes references to operands and outputs, and scratch by name, and calls ``multiply``; profilers show its
+        name.
       plan: of the product.
       outputs: shapes and dtypes.
-      scratch: what it wants beside the ring.
-      copies: that bring a step's part of the weight.
+      scratch: the ring, and what the kernel needs beside it.
+      copies: TMA copies that fetch a step's part of the weight.
     """
     tile = plan.tile
     cluster: dict[str, Any] = {}
     if tile.splits > 1:
-        assert plan.is_one_round, "the others' sums have one place, which is never given back"
+        assert plan.is_one_round, "the other CTAs' sums have one buffer, which is filled once"
         cluster = {"cluster": (tile.splits,), "cluster_names": ("member",)}
     return plgpu.kernel(
         kernel,
@@ -174,7 +193,7 @@ def launch(
 
 
 def ring(plan: Plan, dtype: Any) -> dict[str, Any]:
-    """The scratch of the ring, and of the others' sums."""
+    """Scratch of the ring, and of the sums that the other CTAs of a cluster send."""
     tile = plan.tile
     depth = tile.depth(dtype)
     scratch: dict[str, Any] = {"x_s": tiled((tile.stages, tile.rows, depth), dtype)}
@@ -194,17 +213,19 @@ def multiply(
     enter: Callable[[Any, Any], None] = lambda i, piece: None,
     length: Any = None,
 ) -> None:
-    """One CTA.
+    """The body of one CTA.
 
     Args:
-      x: the rows.
+      x: reference to the rows.
       plan: of the product.
-      fetch: starts the copies of a piece of the weight, given the piece, the inputs of a step, where to, the barrier.
-      finish: what a consumer does with its products, given these, how many tiles the CTA had before, the block and the
-        piece, and which consumer it is.
+      fetch: starts the copies of a step's part of the weight; takes the piece, the slice of the inputs, the target in
+        shared memory and the barrier.
+      finish: what a consumer does with its products; takes the products, the number of tiles that the CTA has done, the
+        block, the piece and the number of the consumer.
       s: the kernel's scratch.
-      enter: what the producer does at the start of a tile, given how many the CTA had before and the piece.
-      length: rows that are wanted, the first so many; None is all.
+      enter: what the producer does at the start of a tile; takes the number of tiles that the CTA has done, and the
+        piece.
+      length: only the first ``length`` rows are needed; None is all.
     """
     cta, me, consumers = lax.axis_index("cta"), lax.axis_index("warpgroup"), plan.tile.consumers
     blocks = plan.blocks if length is None else lax.div(length + plan.tile.rows - 1, plan.tile.rows)
@@ -235,7 +256,7 @@ def multiply(
 
 
 def _produce(x: Any, rows: Any, first: Any, plan: Plan, fetch: Callable[..., None], s: dict[str, Any]) -> None:
-    """The steps of a tile into the ring, as slots come free."""
+    """Copy the steps of a tile into the ring, as slots come free."""
     depth = s["x_s"].shape[-1]
     start = lax.axis_index("member") * plan.steps if plan.tile.splits > 1 else 0
 
@@ -253,17 +274,17 @@ def _produce(x: Any, rows: Any, first: Any, plan: Plan, fetch: Callable[..., Non
 
 
 def _consume(first: Any, me: Any, plan: Plan, s: dict[str, Any]) -> jax.Array:
-    """The products of a consumer's rows of a tile, where inputs are split of its CTA's columns.
+    """The products of a consumer's rows of a tile; if inputs are split, of the columns that its CTA finishes.
 
-    A slot is given back when the product after its own has begun, so that the tensor cores never wait for that.
+    A slot is given back once the next wgmma has been issued, so that the tensor cores never wait for the arrival.
     """
-    mine, stages = own_rows(plan.tile, me), plan.tile.stages
+    rows, stages = consumer_rows(plan.tile, me), plan.tile.stages
 
     def run(products: Any) -> jax.Array:
         def step(k: Any, nothing: None) -> None:
             slot = lax.rem(first + k, stages)
             plgpu.barrier_wait(s["full"].at[slot])
-            plgpu.wgmma(products, s["x_s"].at[slot, mine], _compat.smem_transpose(s["weight_s"].at[slot]))
+            plgpu.wgmma(products, s["x_s"].at[slot, rows], _compat.smem_transpose(s["weight_s"].at[slot]))
             plgpu.wgmma_wait(1)
 
             @pl.when(k > 0)
@@ -273,27 +294,27 @@ def _consume(first: Any, me: Any, plan: Plan, s: dict[str, Any]) -> jax.Array:
         lax.fori_loop(0, plan.steps, step, None)
         return products[...]
 
-    products = pl.run_scoped(run, plgpu.ACC((mine.size, plan.tile.columns), jnp.float32))
+    products = pl.run_scoped(run, plgpu.ACC((rows.size, plan.tile.columns), jnp.float32))
     plgpu.barrier_arrive(s["empty"].at[lax.rem(first + plan.steps - 1, stages)])
     return _summed(products, me, plan.tile, s) if plan.tile.splits > 1 else products
 
 
 def _summed(products: jax.Array, me: Any, tile: Tile, s: dict[str, Any]) -> jax.Array:
-    """What all CTAs of a cluster have of this one's columns; the others are sent theirs."""
+    """Sum all CTAs' products of the columns that this CTA finishes, after sending the other CTAs theirs."""
     member = lax.axis_index("member")
     parts = [products[:, peer * tile.width :][:, : tile.width] for peer in range(tile.splits)]
     for peer, part in enumerate(parts):
-        place = jnp.where(member < peer, member, member - 1)  # among those who send something to this peer
+        sender = jnp.where(member < peer, member, member - 1)  # our number among the CTAs that send to this peer
 
         @pl.when(member != peer)
-        def _(peer: int = peer, part: jax.Array = part, place: Any = place) -> None:
+        def _(peer: int = peer, part: jax.Array = part, sender: Any = sender) -> None:
             plgpu.async_store_smem(
-                part, s["parts_s"].at[me, place], s["arrived"], cluster_idx=jnp.int32(peer), cluster_dim="member"
+                part, s["parts_s"].at[me, sender], s["arrived"], cluster_idx=jnp.int32(peer), cluster_dim="member"
             )
 
-    own = parts[0]
+    ours = parts[0]
     for peer, part in enumerate(parts[1:], 1):
-        own = jnp.where(lax.broadcast_in_dim(member == peer, own.shape, ()), part, own)
+        ours = jnp.where(lax.broadcast_in_dim(member == peer, ours.shape, ()), part, ours)
     plgpu.barrier_wait(s["arrived"])
     others = [_compat.smem_load(s["parts_s"].at[me, i], plgpu.Layout.WGMMA) for i in range(tile.splits - 1)]
-    return sum(others, own)
+    return sum(others, ours)

@@ -28,8 +28,8 @@ def visible(
     ``"block"``   W       ``|i - j| < W``       non-causal sliding drafter layers
     ============  ======  ====================  =====================================
 
-    Positions are absolute token positions. Which keys exist at all (the length of the context, pages
-    that were given back) is the caller's to add. Source: DESIGN of DFlash, arXiv 2602.06036, section 4;
+    Positions are absolute token positions. The caller adds which keys exist at all (the length of the
+    context, pages that were given back). Source: DESIGN of DFlash, arXiv 2602.06036, section 4;
     windows as served by vLLM (PR #40898) and SGLang (#27469): W counts the query's own position.
     """
     distance = query_positions[..., :, None] - key_positions[..., None, :]

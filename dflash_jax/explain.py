@@ -1,0 +1,294 @@
+"""Print which kernel serves each operation of an engine, and why the others do not: `python -m dflash_jax.explain`.
+
+It reads the models' `config.json` alone. Neither their weights nor the device that is asked about need be there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.base.errors import ConfigError, DFlashError
+from dflash_jax.options import EngineArgs, EngineConfig
+from dflash_jax.options.dtypes import DRAFT_QUANTIZATIONS, DTYPES, KV_CACHE_DTYPES
+from dflash_jax.spec import (
+    DecoderConfig,
+    DraftConfig,
+    LayerMask,
+    TargetConfig,
+    check_draft_fits,
+    draft_config,
+    read_json,
+    target_config,
+)
+from dflash_jax.weights.folder import resolve_folders
+from dflash_jax.weights.tables import sizes
+from pallas_kernels.add_norm import ADD_NORM
+from pallas_kernels.largest_product import LARGEST_PRODUCT
+from pallas_kernels.lib.timing import table
+from pallas_kernels.paged_attention import PAGED_ATTENTION
+from pallas_kernels.paged_attention.arguments import checked
+from pallas_kernels.product import PRODUCT
+from pallas_kernels.quantize import QUANTIZE_GATED, QUANTIZE_ROWS
+from pallas_kernels.registry import Call, Device, Explanation, explain
+from pallas_kernels.swiglu import SWIGLU
+from pallas_kernels.write_attend import WRITE_ATTEND, call_of
+from pallas_kernels.write_kv import WRITE_CONTEXT, WRITE_KV
+
+Struct = jax.ShapeDtypeStruct
+E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a model on one device, of which `calls` gives the operations.
+
+    Attributes:
+        model: the target, or a drafter.
+        batch: B.
+        tokens: T of each sequence.
+        context: tokens that a page table can name.
+        page_size: S.
+        dtype: of activations and weights.
+        kv_dtype: of the pages.
+        is_quantized: whether the weights, those of a drafter, are in fp8.
+        head_rows: rows of the vocabulary that the head has.
+        device: that the step runs on.
+    """
+
+    model: DecoderConfig
+    batch: int
+    tokens: int
+    context: int
+    page_size: int
+    dtype: Any
+    kv_dtype: Any
+    is_quantized: bool
+    head_rows: int
+    device: Device
+
+    @property
+    def is_draft(self) -> bool:
+        return isinstance(self.model, DraftConfig)
+
+    def calls(self) -> Iterator[Call]:
+        """The operations whose implementation the registry chooses, in the order of a layer, the head last."""
+        letters = sizes(self.model)
+        D, F, N, K, H = (letters[name] for name in "DFNKH")
+        yield Call(ADD_NORM, "norms", (self._rows(D),))
+        if self.is_quantized:
+            features = letters["C"]  # of all captured layers
+            inputs = {"input of fc": features, "input of projections": D, "input of o_proj": N * H}
+            yield from (Call(QUANTIZE_ROWS, name, (width,)) for name, width in inputs.items())
+            yield self._product("fc", D, features)
+            yield Call(QUANTIZE_GATED, "hidden units", (F,))
+            projections = {"qkv_proj": (N + 2 * K) * H, "gate_up_proj": 2 * F}
+            projections["context_kv_proj"] = self.model.num_hidden_layers * 2 * K * H
+        else:
+            fused = {"qkv_proj": (N + 2 * K) * H}
+            projections = {"q_proj": N * H, "kv_proj": 2 * K * H} if self.is_draft else fused
+            gate_up = Struct((letters["E"], 2, letters["I"], D), self.dtype)
+            yield Call(SWIGLU, f"gate_up_proj {_text(gate_up)}", (self._rows(D), gate_up))
+        for name, outputs in projections.items():
+            yield self._product(name, outputs, D)
+        yield self._product("o_proj", D, N * H)
+        yield self._product("down_proj", D, F)
+        yield from self._attentions(N, K, H)
+        yield self._head(D)
+
+    def _attentions(self, N: int, K: int, H: int) -> Iterator[Call]:
+        pages = -(-self.context // self.page_size)
+        # The size of the pools is not known before an engine plans its memory; they count as small here.
+        pool = Struct((1, K, self.page_size, H), self.kv_dtype)
+        name = f"pages {_text(pool)}"
+        ints, page_table = Struct((self.batch,), jnp.int32), Struct((self.batch, pages), jnp.int32)
+        q = Struct((self.batch, self.tokens, N, H), self.dtype)
+        for mask in dict.fromkeys(layer.mixer.mask for layer in self.model.layers):
+            args = jax.eval_shape(partial(_arguments, mask=mask), q, pool, page_table, ints)
+            label = f"{_text(q)} over {pages} {name}, {_mask(mask)}"
+            yield Call(WRITE_ATTEND, label, call_of(args, self.device))
+            yield Call(PAGED_ATTENTION, label, (args,))
+        yield Call(WRITE_KV, name, (pool,))
+        if self.is_draft:
+            yield Call(WRITE_CONTEXT, name, (pool,))
+
+    def _head(self, D: int) -> Call:
+        """The argmax of the logits; a drafter has no logits of its anchor."""
+        head = Struct((self.head_rows, D), self._weight_dtype)
+        rows = self.batch * (self.tokens - 1 if self.is_draft else self.tokens)
+        hidden = Struct((rows, D), self._weight_dtype)
+        return Call(LARGEST_PRODUCT, f"{_text(hidden)} x head {_text(head)}", (hidden, head))
+
+    def _product(self, name: str, outputs: int, inputs: int) -> Call:
+        x, weight = self._rows(inputs, self._weight_dtype), Struct((outputs, inputs), self._weight_dtype)
+        return Call(PRODUCT, f"{_text(x)} x {name} {_text(weight)}", (x, weight, self.dtype))
+
+    @property
+    def _weight_dtype(self) -> Any:
+        return E4M3 if self.is_quantized else self.dtype
+
+    def _rows(self, width: int, dtype: Any = None) -> Struct:
+        return Struct((self.batch, self.tokens, width), dtype or self.dtype)
+
+
+def _arguments(q: Any, pool: Any, page_table: Any, kv_length: Any, *, mask: LayerMask) -> Any:
+    options: dict[str, Any] = {"scale": None, "k_scale": 1.0, "v_scale": 1.0, "valid_from": None}
+    return checked(q, pool, pool, page_table, kv_length, None, mask=mask.mask, window=mask.window, **options)
+
+
+def _text(array: Struct) -> str:
+    return f"{jnp.dtype(array.dtype).name}{list(array.shape)}"
+
+
+def _mask(mask: LayerMask) -> str:
+    return mask.mask if mask.window is None else f"{mask.mask} window {mask.window}"
+
+
+def read_configs(model: str | None, draft_model: str | None) -> tuple[TargetConfig, DraftConfig | None]:
+    """The configurations of target and drafter, from their `config.json`.
+
+    Args:
+        model: folder, alias or Hub id; None is the embedded pair.
+        draft_model: likewise; None is the alias's drafter, or none.
+
+    Raises:
+        CheckpointError: one is neither a folder nor a repository that can be reached.
+        ConfigError: an unknown architecture, or a drafter that does not fit.
+    """
+    folder, draft_folder = resolve_folders(model, draft_model)
+    target = target_config(read_json(folder / "config.json"), str(folder / "config.json"))
+    if draft_folder is None:
+        return target, None
+    path = draft_folder / "config.json"
+    draft = draft_config(read_json(path), str(path), num_target_layers=target.num_hidden_layers)
+    check_draft_fits(target, draft, str(path))
+    return target, draft
+
+
+def steps_of(args: argparse.Namespace, device: Device) -> Iterator[Step]:
+    """The steps of rounds of each batch size: the target verifies a block of each sequence, and the drafter fills it.
+
+    Args:
+        args: the command line.
+        device: that the steps run on.
+
+    Raises:
+        CheckpointError, ConfigError: as `read_configs`, or an option is impossible.
+    """
+    target, draft = read_configs(args.model, args.draft_model)
+    names = ("dtype", "kv_cache_dtype", "draft_kv_cache_dtype", "draft_quantization", "page_size")
+    options = EngineArgs(**{name: getattr(args, name) for name in names})
+    config = EngineConfig.of(options, target, draft, on_cpu=device.platform == "cpu")
+    for batch in args.batch_size:
+        of_target = Step(
+            target,
+            batch=batch,
+            tokens=config.num_speculative_tokens + 1,
+            context=args.context,
+            page_size=config.page_size,
+            dtype=config.dtype,
+            kv_dtype=config.kv_cache_dtype,
+            is_quantized=False,
+            head_rows=target.vocab_size,
+            device=device,
+        )
+        yield of_target
+        if draft is not None:
+            yield replace(
+                of_target,
+                model=draft,
+                dtype=config.draft_dtype,
+                kv_dtype=config.draft_kv_cache_dtype,
+                is_quantized=config.draft_quantization is not None,
+                head_rows=draft.draft_vocab_size or target.vocab_size,
+            )
+
+
+def row_of(step: Step, explanation: Explanation) -> dict[str, Any]:
+    """A row of the table: a call of a step, what serves it, and a sentence for each implementation that does not."""
+    return {
+        "batch": step.batch,
+        "model": "drafter" if step.is_draft else "target",
+        "operation": explanation.call.operation.name,
+        "call": explanation.call.label,
+        "served by": explanation.chosen,
+        "others": " ".join(f"{name}: {reason}" for name, reason in explanation.others.items()),
+    }
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash_jax.explain",
+        description="Print which implementation serves each operation of a round on one device, and why the others do "
+        "not. It reads the models' config.json alone; the device need not be there.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", help="folder, alias or Hub id of the target; without it, the embedded pair")
+    add("--draft-model", help="folder or Hub id of the drafter")
+    add("--dtype", default="auto", choices=["auto", *DTYPES], help="of activations and weights; auto is config.json's")
+    kv_dtypes = ["auto", *KV_CACHE_DTYPES]
+    add("--kv-cache-dtype", default="auto", choices=kv_dtypes, help="of stored K and V")
+    add("--draft-kv-cache-dtype", default="auto", choices=kv_dtypes, help="of the drafter's stored K and V")
+    add("--draft-quantization", choices=DRAFT_QUANTIZATIONS, help="of the drafter's matrix products")
+    add("--batch-size", type=_positive, nargs="+", default=[1, 16, 64], help="sequences of a round, a block each")
+    add("--context", type=_positive, default=4096, help="tokens that a sequence's page table can name")
+    add("--page-size", type=_positive, default=EngineArgs().page_size, help="tokens a page of the KV cache")
+    add("--platform", choices=["cpu", "cuda", "rocm", "tpu"], help="of the device; without it, this machine's device")
+    add("--compute-capability", type=_generation, metavar="X.Y", help="of an NVIDIA GPU, such as 9.0; implies cuda")
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1.")
+    return int(text)
+
+
+def _generation(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a compute capability such as 9.0.")
+    return int(major), int(minor)
+
+
+def device_of(args: argparse.Namespace) -> Device:
+    """The device that the command line asks about.
+
+    Raises:
+        ConfigError: a compute capability without an NVIDIA GPU, or such a GPU without one.
+    """
+    platform, generation = args.platform, args.compute_capability
+    if generation is None and platform is None:
+        return Device.default()
+    if (generation is not None) != (platform in (None, "cuda")):
+        raise ConfigError(
+            f"--platform {platform} and --compute-capability {generation} do not belong together; give a compute "
+            "capability for cuda, and only for cuda."
+        )
+    return Device(platform or "cuda", generation)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse_args(arguments)
+    try:
+        device = device_of(args)
+        steps = list(steps_of(args, device))
+    except DFlashError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    rows = [row_of(step, explanation) for step in steps for explanation in explain(*device, step.calls())]
+    print(f"On {device}:\n\n{table(rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Pieces that several operations share; nothing here chooses an implementation."""
