@@ -112,7 +112,7 @@ class Outputs(Message):
 
 
 class Refused(Message):
-    """A request was not taken, or a call failed at the engine's start: the error's class and sentence."""
+    """A request cannot be served, or not any further: the class of the error and its sentence."""
 
     request_id: str
     kind: str

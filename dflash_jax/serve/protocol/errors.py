@@ -18,6 +18,7 @@ LONGEST_MESSAGE = 1000  # characters about one error
 _TYPES = {
     400: "BadRequestError",
     401: "UnauthorizedError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     413: "PayloadTooLargeError",
