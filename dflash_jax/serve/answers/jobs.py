@@ -12,7 +12,7 @@ from dflash_jax.base.values import SamplingParams
 from dflash_jax.serve.answers.metrics import Finished
 from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.engine_link.client import EngineStream
-from dflash_jax.serve.engine_link.link_messages import Add, RequestDelta
+from dflash_jax.serve.engine_link.link_messages import Add, CheckedParams, RequestDelta
 from dflash_jax.serve.protocol import APIError
 
 Round = tuple[int, int]  # drafts verified, tokens emitted
@@ -87,7 +87,7 @@ class Job:
     def engine_requests(self) -> list[Add]:
         """The engine's requests, one for each prompt."""
         return [
-            Add(request_id, token_ids, params, self.cache_salt, self.streams)
+            Add(request_id, token_ids, CheckedParams.of(params), self.cache_salt, self.streams)
             for request_id, token_ids, params in zip(self.engine_ids, self.prompts, self.params, strict=True)
         ]
 
