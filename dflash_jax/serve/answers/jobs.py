@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 from dflash_jax.base.errors import EngineDeadError, QueueFullError, RequestError
-from dflash_jax.base.values import SamplingParams
+from dflash_jax.base.values import Logprob, SamplingParams
 from dflash_jax.serve.answers.metrics import Finished
 from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.engine_link.client import EngineStream
@@ -42,6 +42,7 @@ class Job:
         num_reasoning_tokens: tokens of reasoning, over all completions that have ended.
         rounds: rounds of all completions.
         finish_reasons: finish_reason of each completion that has ended.
+        prompt_logprobs: of the tokens of each prompt, by the prompt's number; absent until they come, if asked for.
     """
 
     id: str
@@ -60,6 +61,7 @@ class Job:
     num_reasoning_tokens: int = 0
     rounds: list[Round] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
+    prompt_logprobs: dict[int, list[dict[int, Logprob] | None]] = field(default_factory=dict)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -99,6 +101,8 @@ class Job:
         """
         if self.first_token is None:
             self.first_token, self.queue = delta.first_token_seconds, delta.queue_seconds
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs[self.engine_ids.index(delta.request_id)] = delta.prompt_logprobs
         if delta.finished:
             self.num_cached_tokens += delta.num_cached_tokens
         for completion in delta.completions:
