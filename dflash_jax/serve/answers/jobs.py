@@ -211,6 +211,6 @@ def _observe(state: ServerState, job: Job, unfinished: str) -> None:
             max_tokens=job.params[0].max_tokens,
             queue=job.queue,
             first_token=job.first_token,
-            whole=time.perf_counter() - job.started,
+            total=time.perf_counter() - job.started,
         )
     )

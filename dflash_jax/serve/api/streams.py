@@ -23,8 +23,8 @@ async def stream(
 ) -> Events:
     """The events of a job: what `render` makes of its deltas, what `last` makes at the end, and `[DONE]`.
 
-    `render` gets the number of a prompt and its next delta. Comments keep the connection alive while nothing comes. Closing the generator aborts what runs; errors are those of
-    `follow`.
+    `render` gets the number of a prompt and its next delta. Comments keep the connection alive while nothing comes.
+    Closing the generator aborts what runs. Errors are those of `follow`.
     """
     async with aclosing(follow(state, job, state.args.sse_keep_alive_interval or None)) as deltas:
         async for prompt_and_delta in deltas:
