@@ -1,4 +1,4 @@
-"""The web application: routes, what stands before them, and errors as clients read them."""
+"""The web application: routes, middleware, and errors as clients read them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(state: ServerState, on_change: Callable[[], None] = lambda: None) -> FastAPI:
-    """The application.
+    """The application of a server, which starts the engine and ends it.
 
     Args:
-        state: of the server; the application starts and ends its engine.
+        state: the server's parts.
         on_change: called when the engine is ready, and when it has died.
     """
     args = state.args
@@ -56,7 +56,7 @@ def create_app(state: ServerState, on_change: Callable[[], None] = lambda: None)
         summary="An OpenAI-compatible server with DFlash speculative decoding",
         lifespan=lifespan,
         openapi_url="/openapi.json" if args.enable_docs else None,
-        docs_url=None,  # its pages would load scripts from elsewhere
+        docs_url=None,  # FastAPI's pages would load scripts from other servers
         redoc_url=None,
         root_path=args.root_path,
     )
@@ -85,7 +85,7 @@ def create_app(state: ServerState, on_change: Callable[[], None] = lambda: None)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    async def told(_request: Request, error: Exception) -> Response:
+    async def explain(_request: Request, error: Exception) -> Response:
         return _response(of_exception(error))
 
     async def invalid(_request: Request, error: Exception) -> Response:
@@ -98,11 +98,11 @@ def _add_error_handlers(app: FastAPI) -> None:
         answer.headers.update(error.headers or {})
         return answer
 
-    app.add_exception_handler(DFlashError, told)
+    app.add_exception_handler(DFlashError, explain)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(StarletteHTTPException, http)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, told)  # the log has its traceback
+    app.add_exception_handler(Exception, explain)  # starlette logs the traceback
 
 
 def _response(error: APIError) -> Response:

@@ -1,4 +1,4 @@
-"""`python -m dflash_jax.serve`: loads the text side, listens, and runs until told to stop."""
+"""`python -m dflash_jax.serve`: loads tokenizer and template, listens, and serves until a signal stops it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,19 @@ from dflash_jax.spec import read_json
 from dflash_jax.text.renderer import GENERATION_FIELDS, Renderer
 from dflash_jax.weights.folder import alias_drafter, resolve_folders
 
-LAST_WORDS = 1.0  # seconds that clients have to read how their requests have ended
+GOODBYE_SECONDS = 1.0  # seconds that clients have to read how their requests ended
 LOG_FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
 logger = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
-    """Drains at a first signal, SIGINT or SIGTERM; what runs is ended when time is up, or at a second signal.
+    """uvicorn's server with a shutdown that tells clients how their requests ended.
+
+    A first SIGINT or SIGTERM lets running requests end; when the time is up, or at a second signal, they are aborted.
 
     Args:
-        config: without a timeout for the graceful shutdown: uvicorn's would cancel requests, which nobody is told.
+        config: without uvicorn's own timeout of a graceful shutdown, which cancels requests without an answer.
+        client: of the engine.
         timeout: seconds that running requests have to end.
     """
 
@@ -48,30 +51,30 @@ class Server(uvicorn.Server):
         self._client, self._timeout = client, timeout
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain when the process gets a first signal; at a second one, end what still runs."""
+        """Let requests end after the first signal; leave them no more time after the second."""
         if self.should_exit:
             self._timeout = 0.0
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop."""
+        """Stop listening, and wait until all requests have ended."""
         hurry = asyncio.create_task(self._hurry())
         await super().shutdown(sockets)
         hurry.cancel()
 
     async def _hurry(self) -> None:
-        """When time is up, have every request told so, and a little later hang up on who does not read it."""
+        """When the time is up, abort all requests, and close the connections of clients that do not read the answer."""
         start = time.monotonic()
         while time.monotonic() < start + self._timeout:
             await asyncio.sleep(0.05)
         self._client.stop()
-        await asyncio.sleep(LAST_WORDS)
+        await asyncio.sleep(GOODBYE_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve; returns the exit status."""
+    """Serve until a signal stops the server; returns the exit status, 2 if it cannot start."""
     args = parse_args(arguments)
     logging.basicConfig(level=args.log_level.upper(), format=LOG_FORMAT)
     try:
@@ -84,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     gc.collect()
-    gc.freeze()  # else collections would look at all that was imported, and stall the event loop meanwhile
+    gc.freeze()  # later collections skip all that was imported, which would stall the event loop
     try:
         server.run(sockets=[listener])
     finally:
@@ -114,17 +117,17 @@ def check_drafter(args: ServeArgs) -> None:
 
 
 def allow_open_files() -> None:
-    """Let the process have as many connections as the system lets it: the usual limit is 1024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    """Raise the limit of open files, which bounds the connections, from the usual 1024 to what the system allows."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def make_state(args: ServeArgs) -> ServerState:
-    """The server's parts; the engine has not been started.
+    """The server's parts, before the engine is started.
 
     Raises:
-        CheckpointError: the model, or its tokenizer, cannot be read.
-        ConfigError: the sampling defaults are not allowed.
+        CheckpointError: the model or its tokenizer cannot be read.
+        ConfigError: the sampling defaults are outside their ranges.
     """
     folder, draft_folder = resolve_folders(args.model, args.draft_model)
     renderer = Renderer(folder)
@@ -148,10 +151,10 @@ def make_state(args: ServeArgs) -> ServerState:
 
 
 def listen(args: ServeArgs) -> socket.socket:
-    """A socket that listens, before anything that takes time: a port in use is told at once.
+    """A listening socket; it comes before all that takes time, so that a port in use is reported at once.
 
     Raises:
-        ConfigError: nobody can listen there.
+        ConfigError: the address cannot be listened at.
     """
     try:
         if args.uds is not None:
@@ -173,7 +176,7 @@ def listen(args: ServeArgs) -> socket.socket:
 
 
 def _remove_dead_socket(path: Path) -> None:
-    """Remove the socket of a server that has not cleaned up; one that somebody listens at stays."""
+    """Remove the socket that a killed server left behind; one at which a server listens stays."""
     if path.is_socket():
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             try:
@@ -183,7 +186,7 @@ def _remove_dead_socket(path: Path) -> None:
 
 
 def url_of(args: ServeArgs, listener: socket.socket) -> str:
-    """Where the server is found."""
+    """The server's URL, with the port that the system chose if `--port` is 0."""
     if args.uds is not None:
         return f"unix:{args.uds}"
     host, port = listener.getsockname()[:2]
@@ -192,10 +195,10 @@ def url_of(args: ServeArgs, listener: socket.socket) -> str:
 
 
 def make_server(state: ServerState, listener: socket.socket) -> Server:
-    """The server, not yet running.
+    """The server, ready to run.
 
     Raises:
-        ConfigError: a file of TLS cannot be used.
+        ConfigError: the files of TLS cannot be used.
     """
     args = state.args
     url = url_of(args, listener)
@@ -223,7 +226,7 @@ def make_server(state: ServerState, listener: socket.socket) -> Server:
     )
     try:
         config.load()
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # among them ssl.SSLError
         files = ", ".join(f for f in (args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs) if f is not None)
         raise ConfigError(
             f"TLS cannot be served with {files} ({error}); give PEM files that belong together."

@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 from dflash_jax.base.errors import EngineDeadError, QueueFullError, RequestError
-from dflash_jax.base.values import SamplingParams
+from dflash_jax.base.values import Logprob, SamplingParams
 from dflash_jax.serve.answers.metrics import Finished
 from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.engine_link.client import EngineStream
-from dflash_jax.serve.engine_link.link_messages import Add, RequestDelta
+from dflash_jax.serve.engine_link.link_messages import Add, CheckedParams, RequestDelta
 from dflash_jax.serve.protocol import APIError
 
 Round = tuple[int, int]  # drafts verified, tokens emitted
@@ -42,6 +42,7 @@ class Job:
         num_reasoning_tokens: tokens of reasoning, over all completions that have ended.
         rounds: rounds of all completions.
         finish_reasons: finish_reason of each completion that has ended.
+        prompt_logprobs: of the tokens of each prompt, by the prompt's number; absent until they come, if asked for.
     """
 
     id: str
@@ -60,6 +61,7 @@ class Job:
     num_reasoning_tokens: int = 0
     rounds: list[Round] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
+    prompt_logprobs: dict[int, list[dict[int, Logprob] | None]] = field(default_factory=dict)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -87,7 +89,7 @@ class Job:
     def engine_requests(self) -> list[Add]:
         """The engine's requests, one for each prompt."""
         return [
-            Add(request_id, token_ids, params, self.cache_salt, self.streams)
+            Add(request_id, token_ids, CheckedParams.of(params), self.cache_salt, self.streams)
             for request_id, token_ids, params in zip(self.engine_ids, self.prompts, self.params, strict=True)
         ]
 
@@ -99,6 +101,8 @@ class Job:
         """
         if self.first_token is None:
             self.first_token, self.queue = delta.first_token_seconds, delta.queue_seconds
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs[self.engine_ids.index(delta.request_id)] = delta.prompt_logprobs
         if delta.finished:
             self.num_cached_tokens += delta.num_cached_tokens
         for completion in delta.completions:
@@ -207,6 +211,6 @@ def _observe(state: ServerState, job: Job, unfinished: str) -> None:
             max_tokens=job.params[0].max_tokens,
             queue=job.queue,
             first_token=job.first_token,
-            whole=time.perf_counter() - job.started,
+            total=time.perf_counter() - job.started,
         )
     )

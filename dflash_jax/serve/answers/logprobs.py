@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's two APIs and vLLM have them."""
+"""Log-probabilities in the formats of OpenAI's two APIs and of vLLM."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from dflash_jax.base.values import Logprob
 from dflash_jax.text.tokenizer import Detokenizer, Tokenizer
 
-LEAST = -9999.0  # what JSON has for minus infinity, as in vLLM
-Alternatives = dict[int, Logprob]  # the token itself first, then the likeliest
+LEAST = -9999.0  # stands for minus infinity, which JSON cannot write; vLLM's value
+Alternatives = dict[int, Logprob]  # of one token: itself first, then the likeliest tokens
 
 
 class TokenTexts:
-    """How tokens are written: as text, or as `token_id:7` where clients ask for it, or there is no tokenizer."""
+    """Writes tokens as text, or as `token_id:7` if the client asks for it or there is no tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool):
         self._tokenizer = None if as_ids else tokenizer
@@ -23,13 +23,15 @@ class TokenTexts:
 
 
 class TextOffsets:
-    """Where tokens begin in a text, in characters; one that holds a part of a character begins where that does.
+    """Finds where tokens begin in a text, in characters; a token inside a character begins where the character does.
 
     Args:
-        tokenizer: without it there is no text.
-        text: what the first tokens stand in, if it is known: those that it lacks (a prompt's first special token) have
-            no length.
-        prompt: token ids before.
+        tokenizer: None leaves all offsets at `start`.
+        text: the text of the first tokens, if it is known; tokens that it lacks, such as a prompt's first special
+            token, have no length.
+        start: the offset of the first token.
+        prompt: token ids before the first token.
+        skip_special_tokens: whether special tokens have no text.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class TextOffsets:
         self._text, self._end = text, start
 
     def of(self, token_ids: Iterable[int]) -> list[int]:
-        """Of further tokens."""
+        """The offset of each of the next tokens."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._end)
@@ -57,7 +59,7 @@ class TextOffsets:
         return offsets
 
 
-def chat_logprobs(found: Sequence[Alternatives], number: int, texts: TokenTexts) -> dict[str, Any]:
+def chat_logprobs(scores: Sequence[Alternatives], number: int, texts: TokenTexts) -> dict[str, Any]:
     """The `logprobs` of a chat's choice, with the `number` likeliest alternatives of each token."""
 
     def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
@@ -65,46 +67,48 @@ def chat_logprobs(found: Sequence[Alternatives], number: int, texts: TokenTexts)
         return {"token": token, "logprob": max(logprob.logprob, LEAST), "bytes": list(token.encode())}
 
     content = []
-    for alternatives in found:
+    for alternatives in scores:
         token_id = next(iter(alternatives))
         top = sorted(alternatives.items(), key=lambda item: item[1].rank)[:number]
-        content.append(
-            entry(token_id, alternatives[token_id]) | {"top_logprobs": [entry(other, each) for other, each in top]}
-        )
+        content.append(entry(token_id, alternatives[token_id]) | {"top_logprobs": [entry(*item) for item in top]})
     return {"content": content}
 
 
 def completion_logprobs(
-    found: Sequence[Alternatives | None], token_ids: Sequence[int], texts: TokenTexts, offsets: Sequence[int]
+    scores: Sequence[Alternatives | None], token_ids: Sequence[int], texts: TokenTexts, offsets: Sequence[int]
 ) -> dict[str, Any]:
-    """The `logprobs` of a completion's choice; the first token of a prompt has none."""
-    own: list[float | None] = []
+    """The `logprobs` of a completion's choice.
+
+    Args:
+        scores: of each token; None for the first token of a prompt, which has no log-probability.
+        token_ids: of the choice, an echoed prompt's before them.
+        texts: writes the tokens.
+        offsets: where each token begins in the text.
+    """
+    chosen: list[float | None] = []
     top: list[dict[str, float] | None] = []
-    for token_id, alternatives in zip(token_ids, found, strict=True):
-        own.append(None if alternatives is None else max(alternatives[token_id].logprob, LEAST))
+    for token_id, alternatives in zip(token_ids, scores, strict=True):
+        chosen.append(None if alternatives is None else max(alternatives[token_id].logprob, LEAST))
         top.append(None if alternatives is None else _by_text(alternatives, texts))
     tokens = [texts(token_id) for token_id in token_ids]
-    return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": list(offsets)}
+    return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": list(offsets)}
 
 
 def _by_text(alternatives: Alternatives, texts: TokenTexts) -> dict[str, float]:
-    """Logprobs by the texts of tokens; of tokens that are written alike (parts of characters), the first counts."""
+    """Log-probabilities by text; where tokens have the same text, as parts of characters have, the first one counts."""
     by_text: dict[str, float] = {}
-    for token_id, each in alternatives.items():
-        by_text.setdefault(texts(token_id), max(each.logprob, LEAST))
+    for token_id, score in alternatives.items():
+        by_text.setdefault(texts(token_id), max(score.logprob, LEAST))
     return by_text
 
 
-def prompt_logprobs(found: Sequence[Alternatives | None] | None) -> list[dict[str, Any] | None] | None:
-    """The `prompt_logprobs` of vLLM's answers."""
-    if found is None:
-        return None
-    return [
-        None
-        if alternatives is None
-        else {
-            str(token_id): {"logprob": max(each.logprob, LEAST), "rank": each.rank, "decoded_token": each.decoded_token}
-            for token_id, each in alternatives.items()
-        }
-        for alternatives in found
-    ]
+def prompt_logprobs(scores: Sequence[Alternatives | None]) -> list[dict[str, Any] | None]:
+    """The `prompt_logprobs` of vLLM's answers; the first token of a prompt has none."""
+    return [None if alternatives is None else _by_id(alternatives) for alternatives in scores]
+
+
+def _by_id(alternatives: Alternatives) -> dict[str, Any]:
+    return {
+        str(token_id): {"logprob": max(score.logprob, LEAST), "rank": score.rank, "decoded_token": score.decoded_token}
+        for token_id, score in alternatives.items()
+    }

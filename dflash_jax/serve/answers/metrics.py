@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names, and the lines that the log gets every few seconds."""
+"""Prometheus metrics under vLLM's names, and the statistics that are logged every few seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dflash_jax.base.values import EngineStats
 
 logger = logging.getLogger(__name__)
 
-# vLLM's buckets, in seconds and tokens.
+# Upper bounds of histogram buckets, as in vLLM: the first three in seconds, then tokens, then completions.
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 REQUEST = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
@@ -43,17 +43,17 @@ COUNTERS = {
 
 @dataclass(frozen=True)
 class Finished:
-    """A request at its end; times in seconds, None where it never came so far.
+    """A request that has ended; times in seconds, None for a stage that it did not reach.
 
     Attributes:
-        reason: finish_reason of each completion, "abort" if the client left.
-        num_prompt_tokens: of all prompts.
-        num_tokens: emitted, of all completions.
-        n: completions.
-        max_tokens: asked for; None for all that fit.
+        reason: finish_reason of each completion; "abort" if the client left.
+        num_prompt_tokens: tokens of all prompts.
+        num_tokens: tokens emitted, over all completions.
+        n: number of completions.
+        max_tokens: tokens asked for; None for all that fit.
         queue: from arrival to the start of the prefill.
         first_token: from arrival to the first token.
-        whole: from arrival to the end.
+        total: from arrival to the end.
     """
 
     reason: tuple[str, ...]
@@ -63,16 +63,16 @@ class Finished:
     max_tokens: int | None
     queue: float | None
     first_token: float | None
-    whole: float
+    total: float
 
 
 class Metrics:
-    """What /metrics tells.
+    """All that /metrics shows.
 
     Args:
-        stats: of the engine, at any time.
+        stats: returns the engine's current statistics.
         prefix: of all names.
-        model: the value of the label model_name.
+        model: the value of the label `model_name`.
     """
 
     def __init__(self, stats: Callable[[], EngineStats], *, prefix: str, model: str):
@@ -85,13 +85,13 @@ class Metrics:
         )  # fmt: skip
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(f"{prefix}{name}", about, [*self._labels], buckets=buckets, registry=self.registry)
-            return made.labels(**self._labels)
+            family = Histogram(f"{prefix}{name}", about, [*self._labels], buckets=buckets, registry=self.registry)
+            return family.labels(**self._labels)
 
         self._first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN)
         self._between_tokens = histogram("inter_token_latency_seconds", "Between tokens, mean of a chunk.", PER_TOKEN)
         self._per_token = histogram("request_time_per_output_token_seconds", "Mean of a request.", PER_TOKEN)
-        self._whole = histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST)
+        self._total = histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST)
         self._queue = histogram("request_queue_time_seconds", "Arrival to the start of the prefill.", REQUEST)
         self._prefill = histogram("request_prefill_time_seconds", "Start of the prefill to first token.", REQUEST)
         self._decode = histogram("request_decode_time_seconds", "First to last token.", REQUEST)
@@ -102,7 +102,7 @@ class Metrics:
         self._max_tokens = histogram("request_params_max_tokens", "max_tokens asked for.", TOKENS)
 
     def observe_chunk(self, seconds: float, num_tokens: int) -> None:
-        """Tokens that came together, so many seconds after those before them."""
+        """Count the tokens of a chunk that came `seconds` after the chunk before it."""
         if num_tokens:
             self._between_tokens.observe(seconds / num_tokens)
 
@@ -110,7 +110,7 @@ class Metrics:
         """Count a request that has ended."""
         for reason in request.reason:
             self._finished.labels(**self._labels, finished_reason=reason).inc()
-        self._whole.observe(request.whole)
+        self._total.observe(request.total)
         self._prompt_tokens.observe(request.num_prompt_tokens)
         self._tokens.observe(request.num_tokens)
         self._n.observe(request.n)
@@ -118,9 +118,9 @@ class Metrics:
             self._max_tokens.observe(request.max_tokens)
         if request.queue is not None:
             self._queue.observe(request.queue)
-            self._inference.observe(request.whole - request.queue)
+            self._inference.observe(request.total - request.queue)
         if request.first_token is not None:
-            decode = request.whole - request.first_token
+            decode = request.total - request.first_token
             self._first_token.observe(request.first_token)
             self._prefill.observe(request.first_token - (request.queue or 0))
             self._decode.observe(decode)
@@ -128,12 +128,12 @@ class Metrics:
                 self._per_token.observe(decode * request.n / (request.num_tokens - request.n))
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's numbers when asked."""
+    """Reads the engine's statistics when Prometheus asks for them."""
 
     def __init__(self, stats: Callable[[], EngineStats], prefix: str, labels: dict[str, str]):
         self._stats, self._prefix, self._labels = stats, prefix, labels
@@ -156,12 +156,12 @@ class _EngineCollector(Collector):
 
 
 def _counts(before: EngineStats, now: EngineStats) -> dict[str, int]:
-    """How many events of each kind there were between two states of an engine."""
+    """The events of each counter between two states of an engine."""
     return {name: getattr(now, name) - getattr(before, name) for name, _ in COUNTERS.values()}
 
 
 async def log_stats(stats: Callable[[], EngineStats], interval: float) -> None:
-    """Log throughput and acceptance every `interval` seconds in which anything happened; until cancelled."""
+    """Log throughput and acceptance every `interval` seconds, if the engine did anything; runs until cancelled."""
     before, then = stats(), time.perf_counter()
     while True:
         await asyncio.sleep(interval)
@@ -172,9 +172,15 @@ async def log_stats(stats: Callable[[], EngineStats], interval: float) -> None:
 
 
 def stats_lines(before: EngineStats, now: EngineStats, seconds: float) -> list[str]:
-    """What happened between two states of an engine, in vLLM's words; nothing if nothing did."""
+    """The lines that vLLM logs about the time between two states of an engine; none if it did nothing.
+
+    Args:
+        before: statistics at the beginning.
+        now: statistics at the end.
+        seconds: in between.
+    """
     counts = _counts(before, now)
-    if min(counts.values()) < 0:  # another engine, after a restart: it counts from 0
+    if min(counts.values()) < 0:  # the engine was started again and counts from 0
         before = EngineStats()
         counts = _counts(before, now)
     if not (counts["num_prompt_tokens"] or counts["num_generation_tokens"] or now.num_running or now.num_waiting):

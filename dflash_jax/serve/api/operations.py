@@ -1,4 +1,4 @@
-"""What operators ask for: models, health, metrics, and what is done to the engine while it runs."""
+"""Endpoints of operators: models, health, metrics, and what changes the engine while it runs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from dflash_jax.serve.answers.server_state import ServerState
+from dflash_jax.serve.http.same_origin import same_origin_guard
 from dflash_jax.serve.http.streaming import json_response
 from dflash_jax.serve.protocol import APIError
 
 
 class AbortRequest(BaseModel):
-    """Which request to end: its id as the client chose it, SGLang's `rid`; or all of them."""
+    """Which requests to end: all of an id that a client chose (SGLang's `rid`) or an answer has, or all that run."""
 
     rid: str | None = None
     request_id: str | None = None
@@ -27,6 +28,13 @@ class AbortRequest(BaseModel):
 def operations_router(state: ServerState) -> APIRouter:
     """The endpoints of operators."""
     router = APIRouter()
+    _add_reports(router, state)
+    _add_actions(router, state)
+    return router
+
+
+def _add_reports(router: APIRouter, state: ServerState) -> None:
+    """Endpoints that only tell."""
 
     @router.get("/v1/models", summary="The served model, under each of its names")
     async def models() -> dict[str, Any]:
@@ -70,39 +78,58 @@ def operations_router(state: ServerState) -> APIRouter:
             "version": version("dflash-jax"),
         }
 
-    @router.post("/abort_request", response_model=None, summary="End a request; it answers with what it has")
+
+def _add_actions(router: APIRouter, state: ServerState) -> None:
+    """Endpoints that change what the engine does, and that pages of other sites may not call."""
+    guarded = [Depends(same_origin_guard(state.args.allowed_origins))]
+
+    @router.post(
+        "/abort_request",
+        response_model=None,
+        dependencies=guarded,
+        summary="End a request; it answers with what it has",
+    )
     async def abort_request(body: AbortRequest) -> Response:
         wanted = body.rid or body.request_id
         if wanted is None and not body.abort_all:
             raise APIError("neither rid nor abort_all is given: say which request to end.", param="rid")
-        for client_id, engine_ids in list(state.running.items()):
-            if body.abort_all or client_id == wanted:
+        for abort_id, engine_ids in list(state.running.items()):
+            if body.abort_all or abort_id == wanted:
                 for engine_id in engine_ids:
                     state.client.abort(engine_id)
         return json_response({})
 
-    @router.post("/flush_cache", response_model=None, summary="Empty the prefix cache")
+    @router.post("/flush_cache", response_model=None, dependencies=guarded, summary="Empty the prefix cache")
     async def flush_cache() -> Response:
         await state.client.call("flush_cache")
         return Response("Cache flushed.\n", media_type="text/plain")
 
+    # SGLang's clients, DFlash's own benchmark among them, ask with GET. It stays, since the guard keeps pages out.
     router.add_api_route(
-        "/flush_cache", flush_cache, methods=["GET"], response_model=None, summary="The same, as SGLang's clients ask"
+        "/flush_cache",
+        flush_cache,
+        methods=["GET"],
+        response_model=None,
+        dependencies=guarded,
+        summary="The same, as SGLang's clients ask",
     )
 
-    @router.post("/start_profile", response_model=None, summary="Begin a JAX profiler trace in --profile-dir")
+    @router.post(
+        "/start_profile",
+        response_model=None,
+        dependencies=guarded,
+        summary="Begin a JAX profiler trace in --profile-dir",
+    )
     async def start_profile() -> Response:
         folder = _profile_dir(state)
         await state.client.call("start_profile", str(folder))
         return json_response({"profile_dir": str(folder)})
 
-    @router.post("/stop_profile", response_model=None, summary="End the trace and write it")
+    @router.post("/stop_profile", response_model=None, dependencies=guarded, summary="End the trace and write it")
     async def stop_profile() -> Response:
         folder = _profile_dir(state)
         await state.client.call("stop_profile")
         return json_response({"profile_dir": str(folder)})
-
-    return router
 
 
 def _profile_dir(state: ServerState) -> Path:

@@ -1,8 +1,8 @@
-"""The engine's own process, with a socket to the server at descriptor FD.
+"""The engine process: `python -m dflash_jax.serve.engine_link.engine_process FD`, with a socket to the server at FD.
 
-What the server does never delays a round: the server's process renders, tokenises and parses; here one thread reads
-messages, one compiles grammars, one runs the engine, one writes. The process ends with its server, whatever it does,
-and its server outlives it.
+Nothing that the server does delays a round: rendering, tokenising and parsing happen in the server's process. Here one
+thread reads messages, one compiles grammars, one runs the engine and one writes messages. The process ends when its
+server ends; the server goes on when this process ends.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class Connection:
-    """Messages over a socket; what is sent leaves from a thread of its own, so that a slow reader delays nobody."""
+    """Sends and receives messages over a socket; a thread of its own writes, so that a slow reader delays no round."""
 
     def __init__(self, connection: socket.socket):
         self._socket = connection
@@ -62,17 +62,17 @@ class Connection:
         self._writer.start()
 
     def send(self, message: FromEngine) -> None:
-        """Leave a message to the writer."""
+        """Hand a message to the thread that writes."""
         self._outbox.put(message)
 
     def receive(self) -> ToEngine | None:
-        """The next message, None at the end of the connection."""
+        """The next message; None at the end of the connection."""
         header = self._read(HEADER)
         body = self._read(int.from_bytes(header, "big")) if header else None
         return None if body is None else self._decoder.decode(body)
 
     def close(self) -> None:
-        """Write what is left, and close."""
+        """Write the messages that were handed over, and close the socket."""
         self._outbox.put(None)
         self._writer.join(timeout=5)
         self._socket.close()
@@ -94,13 +94,20 @@ class Connection:
             body = self._encoder.encode(message)
             try:
                 self._socket.sendall(len(body).to_bytes(HEADER, "big") + body)
-            except OSError:  # the server is gone; `receive` ends, and with it the process
+            except OSError:  # the server is gone: `receive` returns None, which ends the process
                 return
 
 
 @dataclass(eq=False)
 class Sent:
-    """How much of a completion the server has: characters, tokens and rounds."""
+    """How much of a completion the server has.
+
+    Attributes:
+        text: characters.
+        tokens: tokens.
+        rounds: rounds of drafting and verifying.
+        is_finished: whether it knows that the completion has ended.
+    """
 
     text: int = 0
     tokens: int = 0
@@ -108,7 +115,7 @@ class Sent:
     is_finished: bool = False
 
     def delta(self, sequence: Sequence) -> CompletionDelta | None:
-        """What the completion has gained, None if nothing."""
+        """What the completion has gained since the last call; None if nothing."""
         sequence.publish_text()
         output = sequence.output
         gained = len(output.token_ids) > self.tokens or len(output.text) > self.text
@@ -133,14 +140,20 @@ class Sent:
 
 @dataclass(eq=False)
 class Progress:
-    """What the server knows of a request."""
+    """What the server knows of a request.
+
+    Attributes:
+        streams: whether it wants deltas while the request runs.
+        sent: of each completion; empty before the first delta.
+        has_prompt_logprobs: whether they were sent.
+    """
 
     streams: bool
     sent: list[Sent] = field(default_factory=list)
     has_prompt_logprobs: bool = False
 
     def delta(self, request: Request) -> RequestDelta | None:
-        """What the request has gained, None if there is nothing to send yet."""
+        """What the request has gained since the last call; None if there is nothing to send yet."""
         request.touch()
         if not (self.streams or request.finished):
             return None
@@ -166,13 +179,13 @@ class Progress:
 
 
 def kind_of(error: Exception) -> str:
-    """The class by which the server knows an error; those that nobody has foreseen are all one."""
+    """The name under which the server knows the class of an error; unforeseen errors are all "RuntimeError"."""
     kinds = (kind.__name__ for kind in (RequestError, QueueFullError, EngineDeadError) if isinstance(error, kind))
     return next(kinds, "RuntimeError")
 
 
 def grammar_error(request: Request) -> RequestError | None:
-    """Why a completion cannot go on if it is its grammar's fault, and so the client's."""
+    """The error of a completion whose grammar has failed, which is the client's; None if none has."""
     for sequence in request.sequences:
         if sequence.output.error is not None and sequence.constraint is not None and sequence.constraint.error:
             reason = sequence.constraint.error
@@ -181,21 +194,21 @@ def grammar_error(request: Request) -> RequestError | None:
 
 
 class EngineServer:
-    """Carries out what the server asks for."""
+    """Carries out the server's messages."""
 
     def __init__(self, connection: Connection, frontend: Frontend, engine: Engine):
         self._connection, self._frontend, self._engine = connection, frontend, engine
-        self._deltas: list[RequestDelta] = []  # of the engine's thread, until its step is over
+        self._deltas: list[RequestDelta] = []  # of the current step; used by the engine's thread alone
         self._thread = EngineThread(engine, self._flush)
-        # A grammar may take seconds, which nobody else's requests and aborts shall wait for.
+        # A grammar may take seconds to compile; other requests and aborts must not wait for it.
         self._grammars = ThreadPoolExecutor(1, "dflash-grammars")
-        self._compiling: dict[str, Add] = {}  # requests whose grammars are not ready, by id
-        self._lock = threading.Lock()  # of them: an abort finds a request there or in the engine
+        self._compiling: dict[str, Add] = {}  # requests that wait for their grammar, by id
+        self._lock = threading.Lock()  # of `_compiling`, so that an abort finds a request either there or in the engine
 
     def serve(self) -> None:
-        """Until the server hangs up, which it also does when it has heard that the engine has failed."""
+        """Handle messages until the server closes the connection, as it also does after a `Failed`."""
         while (message := self._connection.receive()) is not None:
-            with suppress(EngineDeadError):  # `_flush` has said so
+            with suppress(EngineDeadError):  # `_flush` has sent `Failed`
                 self._take(message)
 
     def _take(self, message: ToEngine) -> None:
@@ -212,7 +225,7 @@ class EngineServer:
                 self._thread.call(partial(self._call, message))
 
     def _add_compiled(self, message: Add) -> None:
-        """In the thread of grammars; an aborted request is dropped."""
+        """Compile a request's grammar, in the thread of grammars, and add the request unless it was aborted."""
         if message.request_id not in self._compiling:
             return
         request = self._request(message)
@@ -223,7 +236,7 @@ class EngineServer:
                     self._add(message, request)
 
     def _request(self, message: Add) -> Request | None:
-        """The request, None if it was refused."""
+        """The engine's form of a request; None if it was refused."""
         prompt: TokensPrompt = {"prompt_token_ids": message.prompt_token_ids}
         if message.cache_salt is not None:
             prompt["cache_salt"] = message.cache_salt
@@ -248,7 +261,7 @@ class EngineServer:
                 self._thread.call(lambda _engine: self._tell_aborted(message))
 
     def _tell_aborted(self, message: Add) -> None:
-        """Tell the server that a request whose grammar was still being compiled has been aborted."""
+        """Send the end of a request that was aborted while its grammar was being compiled."""
         completions = [CompletionDelta(i, "", [], None, [], "abort", None, None) for i in range(message.params.n)]
         self._deltas.append(RequestDelta(message.request_id, completions, True, None, 0, None, None))
         self._flush()
@@ -265,7 +278,7 @@ class EngineServer:
         self._connection.send(Refused(request_id, kind_of(error), str(error)))
 
     def _flush(self) -> None:
-        """After a step: all of its deltas in one message, and even without any the engine's state."""
+        """Send the deltas of a step and the engine's statistics in one message, also if there are no deltas."""
         deltas, self._deltas = self._deltas, []
         self._connection.send(Outputs(deltas, self._engine.stats))
         if self._thread.is_dead:
@@ -280,20 +293,20 @@ class EngineServer:
                     jax.profiler.start_trace(call.argument)
                 case "stop_profile":
                     jax.profiler.stop_trace()
-        except Exception as error:  # whatever the profiler stumbles over is no reason to stop
+        except Exception as error:  # a failure of the profiler must not stop the engine
             self._connection.send(Reply(call.number, f"{type(error).__name__}: {error}"))
         else:
             self._connection.send(Reply(call.number))
 
 
 def end_with_server(connection: socket.socket) -> None:
-    """End the process if the server goes before it has said anything: loading and compiling may take minutes."""
+    """End the process if its server ends while the engine loads and compiles, which may take minutes."""
     if not connection.recv(1, socket.MSG_PEEK):
         os._exit(1)
 
 
 def main(arguments: list[str]) -> int:
-    """Serve the socket whose descriptor is the one argument; returns the exit status."""
+    """Serve the socket whose descriptor is the only argument; returns the exit status."""
     server_socket = socket.socket(fileno=int(arguments[0]))
     connection = Connection(server_socket)
     start: Any = connection.receive()
@@ -309,7 +322,7 @@ def main(arguments: list[str]) -> int:
         connection.send(Failed(type(error).__name__, str(error)))
         connection.close()
         return 1
-    # A full collection looks at all that was imported and traced: 170 to 240 ms on 2 cores, and streams stand still.
+    # A full garbage collection of all that was imported and traced would stop every stream for 170 to 240 ms (2 cores).
     gc.collect()
     gc.freeze()
     server = EngineServer(connection, frontend, engine)
@@ -323,7 +336,7 @@ def main(arguments: list[str]) -> int:
         )
     )
     server.serve()
-    os._exit(0)  # nobody listens: no step, compilation or grammar is worth waiting for
+    os._exit(0)  # the server is gone, so no step, compilation or grammar is waited for
 
 
 if __name__ == "__main__":

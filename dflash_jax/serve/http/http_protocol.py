@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with bounds on what it has none of its own for: headers, and how long a request may take."""
+"""uvicorn's HTTP protocol with the bounds that it lacks: on the size of headers, and on the time a request may take."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dflash_jax.serve.protocol import APIError, error_body
 
 
 def bounded_protocol(limits: Limits) -> type[HttpToolsProtocol]:
-    """A protocol that hangs up on clients whose headers are too large, or whose requests take too long to come."""
+    """A protocol class that closes connections whose headers are too large, or whose requests arrive too slowly."""
 
     class BoundedProtocol(HttpToolsProtocol):
         """One connection."""
 
         _timer: asyncio.TimerHandle | None = None
-        _closes = False  # after the answer to the request whose body is being read
+        _closes = False  # whether to close after the answer to the request whose body is being read
         _is_in_body = False
-        _num_bytes = 0  # since the parser last got through with anything but a header
+        _num_bytes = 0  # received since the parser last completed something other than a header
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -36,18 +36,18 @@ def bounded_protocol(limits: Limits) -> type[HttpToolsProtocol]:
             if self._timer is None:  # a further request over the same connection
                 self._expect("the headers have", limits.request_header_timeout)
             super().data_received(data)
-            self._check_size(self._num_bytes)  # of headers without an end, also of those behind a body
+            self._check_size(self._num_bytes)  # catches headers without an end, and trailers behind a body
 
         def on_headers_complete(self) -> None:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if not self._check_size(size):
-                raise ValueError("headers too large")  # ends the parser's work
+                raise ValueError("headers too large")  # stops the parser
             self._num_bytes = 0
             self._is_in_body = True
             self._expect("the body has", limits.request_body_timeout)
             super().on_headers_complete()
-            # Until the body is there the connection stays open, whatever the client has asked for: one that is still
-            # sending would not read an answer behind which it was closed.
+            # The connection stays open until the body has come, even if the client has asked to close it: a client
+            # that is still sending may lose an answer that is followed by a close.
             self._closes, self.cycle.keep_alive = not self.cycle.keep_alive, True
 
         def on_body(self, body: bytes) -> None:
@@ -68,13 +68,13 @@ def bounded_protocol(limits: Limits) -> type[HttpToolsProtocol]:
             self._hang_up(APIError(msg, 400))
 
         def _unsupported_upgrade_warning(self) -> None:
-            """Say nothing: clients that offer HTTP/2 are answered in HTTP/1.1."""
+            """Log nothing: clients that offer HTTP/2 are answered in HTTP/1.1."""
 
         def _check_size(self, size: int) -> bool:
             if size <= limits.max_header_bytes:
                 return True
-            most = limits.max_header_bytes
-            self._hang_up(APIError(f"the headers have more than the {most} bytes that are allowed; send less.", 431))
+            allowed = limits.max_header_bytes
+            self._hang_up(APIError(f"the headers have more than the {allowed} bytes that are allowed; send less.", 431))
             return False
 
         def _expect(self, what: str, seconds: float) -> None:
@@ -88,7 +88,7 @@ def bounded_protocol(limits: Limits) -> type[HttpToolsProtocol]:
 
         def _too_late(self, what: str, seconds: float) -> None:
             if self.pipeline or (self._is_answering and not self._is_in_body):
-                self._expect(what, seconds)  # an earlier request is answered, and what is behind it may wait
+                self._expect(what, seconds)  # an earlier request is being answered, and this one may wait
             else:
                 self._hang_up(APIError(f"{what} not come within {seconds:g} s; send faster.", 408))
 
@@ -97,7 +97,7 @@ def bounded_protocol(limits: Limits) -> type[HttpToolsProtocol]:
             return self.cycle is not None and not self.cycle.response_complete
 
         def _hang_up(self, error: APIError) -> None:
-            """Close, and say why unless that would be in the middle of an answer, or after it."""
+            """Close, and answer with the error unless an answer has begun."""
             if self.transport.is_closing():
                 return
             if not self._is_answering or (self._is_in_body and not (self.cycle.response_started or self.pipeline)):

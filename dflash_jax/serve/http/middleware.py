@@ -1,4 +1,4 @@
-"""What stands before every route: keys, and bounds on bodies. Plain ASGI, which leaves streams alone."""
+"""Middleware in front of every route: API keys, and bounds on bodies. Plain ASGI, which does not buffer streams."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from dflash_jax.serve.http.page import FILES as PAGE_FILES
 from dflash_jax.serve.http.streaming import json_response
 from dflash_jax.serve.protocol import APIError, error_body
 
-# What needs no key: whether the server is well, and the page, which asks for one.
+# Paths that need no key: the server's health, and the page, which asks its user for a key.
 OPEN_PATHS = frozenset({*PAGE_FILES, "/health", "/ping", "/version", "/metrics", "/load"})
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Guard:
-    """Lets in who has a key. Keys are compared in constant time."""
+    """Lets in requests that have one of the keys; keys are compared in constant time.
+
+    Args:
+        app: what stands behind.
+        keys: each lets a request in.
+        root_path: what a proxy strips from the paths of URLs.
+    """
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...], root_path: str = ""):
         self._app, self._root_path = app, root_path
@@ -33,9 +39,9 @@ class Guard:
         is_open = scope["type"] != "http" or scope["path"].removeprefix(self._root_path) in OPEN_PATHS
         if not is_open and scope["method"] != "OPTIONS":
             scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            given = hashlib.sha256(key.strip().encode()).digest()
-            known = [hmac.compare_digest(given, digest) for digest in self._digests]
-            if scheme.lower() != "bearer" or not any(known):
+            key_digest = hashlib.sha256(key.strip().encode()).digest()
+            matches = [hmac.compare_digest(key_digest, digest) for digest in self._digests]
+            if scheme.lower() != "bearer" or not any(matches):
                 error = APIError("this server needs a key; send it as 'Authorization: Bearer KEY'.", 401)
                 answer = json_response(error_body(error), 401, {"www-authenticate": "Bearer"})
                 return await answer(scope, receive, send)
@@ -43,13 +49,13 @@ class Guard:
 
 
 class BoundedBody:
-    """Lets no body be larger than it may, and takes JSON alone. How long a body takes, the protocol bounds."""
+    """Refuses bodies that are too large or not JSON. The HTTP protocol bounds the time that a body may take."""
 
     def __init__(self, app: ASGIApp, limits: Limits):
         self._app, self._limits = app, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve, or answer 415 or (here, or by the route that reads the body) 413."""
+        """Serve, or answer 415 or 413; a body without a declared size gets its 413 while the route reads it."""
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
@@ -58,23 +64,24 @@ class BoundedBody:
         await self._app(scope, self._bounded(receive), send)
 
     def _refusal(self, headers: Headers) -> APIError | None:
-        size, most = headers.get("content-length", "0"), self._limits.max_request_body_bytes
-        if size.isdecimal() and int(size) > most:
-            return APIError(f"the body has {size} bytes, and at most {most} are allowed; send less.", 413)
+        size, limit = headers.get("content-length", "0"), self._limits.max_request_body_bytes
+        if size.isdecimal() and int(size) > limit:
+            return APIError(f"the body has {size} bytes, and at most {limit} are allowed; send less.", 413)
+        has_body = size != "0" or "transfer-encoding" in headers
         kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-        if kind != "application/json" and not kind.endswith("+json") and size != "0":
+        if has_body and kind != "application/json" and not kind.endswith("+json"):
             return APIError(f"Unsupported Media Type: Only 'application/json' is allowed, not {kind[:100]!r}.", 415)
         return None
 
     def _bounded(self, receive: Receive) -> Receive:
-        size, most = 0, self._limits.max_request_body_bytes
+        size, limit = 0, self._limits.max_request_body_bytes
 
         async def bounded() -> Message:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size > most:
-                raise HTTPException(413, f"the body has more than the {most} bytes that are allowed; send less.")
+            if size > limit:
+                raise HTTPException(413, f"the body has more than the {limit} bytes that are allowed; send less.")
             return message
 
         return bounded

@@ -1,4 +1,4 @@
-"""The page at `/`: a chat that shows speculation at work."""
+"""The files of the page at `/`, a chat that shows what speculation does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILES = {
     "/page.css": ("page.css", "text/css"),
     **{f"/{name}": (name, "text/javascript") for name in ("page.js", "answer.js", "api.js", "dom.js")},
 }
-# Everything comes from this server, and nothing that a model says can run.
+# All content comes from this server, and no script that a model writes can run.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
@@ -28,7 +28,7 @@ HEADERS = {
 
 
 def page_router() -> APIRouter:
-    """The files of the page, and no others."""
+    """The endpoints of the page's files; no other file can be reached."""
     router = APIRouter(include_in_schema=False)
     for path, (name, media_type) in FILES.items():
         router.add_api_route(path, _sender(FOLDER / name, media_type), methods=["GET"], response_model=None)

@@ -1,4 +1,4 @@
-"""Server-sent events, and noticing that a client has left."""
+"""Server-sent events, JSON answers, and ending the work for clients that have left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dflash_jax.serve.protocol import error_body, of_exception
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
-CLOSED_REQUEST = 499  # nobody reads it; what logs show of a client that has left
+CLOSED_REQUEST = 499  # nginx's status for the log, when the client has left
 Result = TypeVar("Result")
 Events = AsyncGenerator[bytes, None]
 logger = logging.getLogger(__name__)
@@ -29,14 +29,20 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON answer."""
+    """A response with a JSON body."""
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
 class EventStream(StreamingResponse):
-    """Answers with events. However it ends, and if it never begins, their generator is closed, which aborts what runs.
+    """A response of server-sent events.
 
-    An exception ends the events with one of its own, since the status has long been sent.
+    However the response ends, even before it begins, the events' generator is closed, which aborts what runs. An
+    exception becomes the last event, since the status has been sent already.
+
+    Args:
+        first: the first event; None if there are none.
+        rest: further events.
+        headers: of the response.
     """
 
     def __init__(self, first: asyncio.Future[bytes | None], rest: Events, headers: dict[str, str] | None = None):
@@ -47,10 +53,12 @@ class EventStream(StreamingResponse):
 
     @classmethod
     async def of(cls, events: Events, headers: dict[str, str] | None = None, patience: float = 1.0) -> EventStream:
-        """Events whose first has come, or has kept us waiting: what is refused at once gets a status of its own.
+        """A response that begins when the first event has come, or after `patience` seconds without one.
+
+        So a request that is refused at once gets the status of its error.
 
         Raises:
-            Exception: whatever kept the first event from coming.
+            Exception: the generator raised it before the first event.
         """
         first = asyncio.ensure_future(anext(events, None))
         try:
@@ -63,7 +71,7 @@ class EventStream(StreamingResponse):
         return cls(first, events, headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
+        """Send the events, then close their generator."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -77,18 +85,18 @@ class EventStream(StreamingResponse):
         try:
             if (first := await self._first) is not None:
                 yield first
-            async for each in self._rest:
-                yield each
+            async for further in self._rest:
+                yield further
         except Exception as error:
-            told = of_exception(error)
-            if told.status == 500:
+            api_error = of_exception(error)
+            if api_error.status == 500:
                 logger.exception("a stream has failed")
-            yield event(error_body(told))
+            yield event(error_body(api_error))
             yield DONE
 
 
 async def unless_left(request: Request, answer: Awaitable[Result]) -> Result | Response:
-    """The answer, cancelled when its client leaves."""
+    """The answer; when its client leaves first, the answer is cancelled, and the response has status 499."""
     task = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(_disconnect(request))
     try:

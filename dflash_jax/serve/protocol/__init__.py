@@ -1,7 +1,7 @@
-"""Between JSON and our own types: the bodies of requests, what they ask for, and errors as clients read them.
+"""From JSON to our own types: the bodies of requests, what they ask for, and errors as clients read them.
 
-Knows no web framework. A body becomes a request by `parse`, or by FastAPI, which may see `APIError` from a validator:
-`of_exception` is what its handlers need.
+The package knows no web framework. A body becomes a request by `parse`, or by FastAPI. Validators may raise `APIError`;
+FastAPI's handlers turn it, and every other exception, into an answer with `of_exception`.
 """
 
 from dflash_jax.serve.protocol.base import RequestBody, parse, unknown_fields

@@ -1,4 +1,4 @@
-"""What all bodies share: nulls, unknown fields, and the types of fields."""
+"""The base of all bodies: nulls, unknown fields, and the types of fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typing_extensions import TypeAliasType
 
 from dflash_jax.serve.protocol.errors import APIError, shown, validation_error
 
-# Known to OpenAI's, vLLM's or SGLang's clients; they change nothing about an answer here.
+# Fields that clients of OpenAI, vLLM or SGLang may send, and that change nothing about an answer here.
 IGNORED = frozenset(
     {
         "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -32,7 +32,7 @@ IGNORED = frozenset(
 )  # fmt: skip
 _STRUCTURED = "use structured_outputs={{'{}': ...}}, which has replaced it"
 
-# What would change the answer and cannot be done. Values that ask for nothing (false, 0, empty) pass.
+# Fields that would change the answer and are not supported, and what to do instead. False, 0 and empty values pass.
 UNSUPPORTED = {
     "use_beam_search": "leave it out, beams are not served",
     "guided_json": _STRUCTURED.format("json"),
@@ -62,7 +62,7 @@ UNSUPPORTED = {
 
 
 def allow_null(schema: dict[str, Any]) -> None:
-    """Let the JSON schema of a body say that null is a field's default."""
+    """Allow null in the JSON schema of every optional field of a body; null stands for the default."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     for name in properties.keys() - set(required):
         field = dict(properties[name])
@@ -74,17 +74,22 @@ def allow_null(schema: dict[str, Any]) -> None:
 
 
 class RequestBody(BaseModel):
-    """Base of bodies. A field that is null has its default; fields that are unknown are kept in `model_extra`."""
+    """Base of bodies. A field that is null gets its default; unknown fields are kept in `model_extra`.
+
+    Attributes:
+        unsupported: fields that are refused, and what to do instead.
+        neutral: values of these fields that ask for nothing, and pass.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, json_schema_extra=allow_null)
     unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # values of unsupported fields that ask for nothing
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _prepare(cls, body: Any) -> Any:
         if not isinstance(body, dict):
-            return body  # which pydantic refuses
+            return body  # pydantic refuses it
         for name in cls.unsupported:
             value = body.get(name)
             if value and value not in cls.neutral.get(name, ()):
@@ -97,10 +102,10 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 def parse(model: type[Body], body: object) -> Body:
-    """A decoded JSON value as a request.
+    """Make a request of a decoded JSON value.
 
     Raises:
-        APIError: 400; it is none.
+        APIError: 400; the value is not such a request.
     """
     try:
         return model.model_validate(body)
@@ -109,7 +114,7 @@ def parse(model: type[Body], body: object) -> Body:
 
 
 def unknown_fields(request: RequestBody) -> list[str]:
-    """Names of the fields that nothing is known about, for the log."""
+    """Names of a request's unknown fields, for the log."""
     return sorted((request.model_extra or {}).keys() - IGNORED - request.unsupported.keys())
 
 
@@ -127,7 +132,7 @@ def _listed(value: Any) -> Any:
 
 
 def _bias(value: Any, info: ValidationInfo) -> Any:
-    """Bias of token ids; only the first error is told, since a body may hold a million."""
+    """Check a bias of token ids; only the first error is reported, since a body may hold a million entries."""
     if not isinstance(value, dict):
         raise APIError(
             f"{info.field_name}={shown(value)} is not allowed: it must map token ids to numbers.", param=info.field_name
@@ -140,7 +145,7 @@ def _bias(value: Any, info: ValidationInfo) -> Any:
 
 
 def _prompt(value: Any, info: ValidationInfo) -> Any:
-    """Check one prompt or several, by what kind the first is of."""
+    """Check one prompt or several; the first element says which kind all must have."""
     name = info.field_name or "prompt"
     if not value or not isinstance(value, str | list):
         raise APIError(

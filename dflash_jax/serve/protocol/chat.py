@@ -21,7 +21,7 @@ from dflash_jax.serve.protocol.tools import (
     tool_schema,
 )
 
-# Arguments of transformers' apply_chat_template, which are not for clients, or have fields of their own.
+# Arguments of transformers' apply_chat_template that clients may not set, or set by fields of their own.
 RESERVED_KWARGS = frozenset(
     {
         "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
@@ -52,7 +52,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 class ConversationBody(RequestBody):
     """Base of bodies that the chat template turns into a prompt.
 
-    Their messages and tools are as the template wants them, see `template_messages` and `check_tools`.
+    Messages and tools have the form that templates read; see `template_messages` and `check_tools`.
     """
 
     unsupported: ClassVar[Mapping[str, str]] = _CONVERSATION_UNSUPPORTED
@@ -80,10 +80,10 @@ class ConversationBody(RequestBody):
         return self
 
     def template_kwargs(self, default: Mapping[str, Any]) -> dict[str, Any]:
-        """What the chat template gets besides messages and `add_generation_prompt`.
+        """The variables of the chat template other than messages and `add_generation_prompt`.
 
         Args:
-            default: the server's `--default-chat-template-kwargs`; the request goes before it.
+            default: the server's `--default-chat-template-kwargs`; the request overrides them.
         """
         effort = self.reasoning_effort
         kwargs = dict(default)
@@ -99,7 +99,7 @@ class ConversationBody(RequestBody):
 
 
 class ChatCompletionRequest(SamplingBody, ConversationBody):
-    """A chat to go on with."""
+    """The body of a chat completion."""
 
     unsupported: ClassVar[Mapping[str, str]] = _CHAT_UNSUPPORTED
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"function_call": ("none", "auto"), "modalities": (["text"],)}
@@ -133,22 +133,22 @@ class ChatCompletionRequest(SamplingBody, ConversationBody):
 
     @property
     def tool_name(self) -> str | None:
-        """The tool that `tool_choice` names."""
+        """The name of the tool that `tool_choice` forces; None if it names none."""
         return self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
 
     def parser_options(self) -> dict[str, Any]:
-        """What `OutputParser` is to know of the request: `tool_schemas`, `tool_choice` and `tool_name`."""
+        """The arguments of `OutputParser` that the request sets: `tool_schemas`, `tool_choice` and `tool_name`."""
         choice = self.tool_choice if isinstance(self.tool_choice, str) else "auto"
         return {"tool_schemas": self.tools or (), "tool_choice": choice, "tool_name": self.tool_name}
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Fields of `SamplingParams`; without `max_tokens`, all that fit are asked for."""
+        """Fields of `SamplingParams`; `max_tokens` is None where the request sets no limit."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = self.top_logprobs if self.logprobs else None
         return super().sampling_fields() | {"max_tokens": limit, "logprobs": logprobs}
 
     def demands(self) -> list[Demand]:
-        """Every field that says what the text must look like, a forced tool included."""
+        """Every field that constrains the text, a forced tool included."""
         demands = super().demands()
         if self.tool_choice == "required":
             schema = required_schema(self.tools or (), parallel=self.parallel_tool_calls)

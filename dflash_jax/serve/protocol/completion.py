@@ -11,11 +11,11 @@ from dflash_jax.serve.protocol.base import UNSUPPORTED, Integer, Prompts
 from dflash_jax.serve.protocol.errors import APIError
 from dflash_jax.serve.protocol.sampling import SamplingBody
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS = 16  # tokens of a completion; OpenAI's default
 
 
 class CompletionRequest(SamplingBody):
-    """Prompts to go on with."""
+    """The body of a completion of one or several prompts."""
 
     unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED | {
         "suffix": "leave it out, nothing can be put before an end that is given",
@@ -36,11 +36,11 @@ class CompletionRequest(SamplingBody):
 
     @property
     def is_echo_only(self) -> bool:
-        """Whether nothing but the prompt is asked for. One token is made all the same, and not to be shown."""
+        """Whether the request asks for the prompt alone. The engine still makes one token, which is not shown."""
         return self.max_tokens == 0
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Fields of `SamplingParams`; an echoed prompt has the logprobs that the completion has."""
+        """Fields of `SamplingParams`; an echoed prompt gets as many log-probabilities as the completion."""
         fields = super().sampling_fields()
         if self.echo and fields["prompt_logprobs"] is None:
             fields["prompt_logprobs"] = self.logprobs

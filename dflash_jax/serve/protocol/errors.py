@@ -1,4 +1,4 @@
-"""Errors as the API has them: an HTTP status, and the body that clients read. Whatever comes in, it is short."""
+"""Errors of the API: an HTTP status, and a body for the client, which stays short however long the request was."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pydantic import ValidationError
 
 from dflash_jax.base.errors import DFlashError, EngineDeadError, QueueFullError, RequestError
 
-MOST_ERRORS = 10  # told of one body
+MOST_ERRORS = 10  # errors that are reported of one body
 LONGEST_ECHO = 200  # characters of a value that is shown
-LONGEST_PARAM = 100  # characters of a field's path; it may hold the client's own keys
+LONGEST_PARAM = 100  # characters of a field's path, which may hold keys that the client chose
 LONGEST_MESSAGE = 1000  # characters about one error
 
 _TYPES = {
     400: "BadRequestError",
     401: "UnauthorizedError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     413: "PayloadTooLargeError",
@@ -32,13 +33,13 @@ _REPR.maxlevel = 3
 
 
 class APIError(DFlashError):
-    """What the client is answered.
+    """An error that the client gets as its answer.
 
     Attributes:
         message: one sentence, of text that UTF-8 can write.
-        status: of HTTP.
-        type: vLLM's name for it; by default that of the status.
-        param: the field it is about, dotted.
+        status: the HTTP status.
+        type: the name of the error, as in vLLM; by default that of the status.
+        param: the dotted path of the field that it is about; None if it is about none.
     """
 
     def __init__(self, message: str, status: int = 400, *, type: str | None = None, param: str | None = None):
@@ -50,12 +51,12 @@ class APIError(DFlashError):
 
 
 def error_body(error: APIError) -> dict[str, Any]:
-    """The JSON of an error, as OpenAI and vLLM have it."""
+    """The JSON body of an error in the form of OpenAI and vLLM."""
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.status}}
 
 
 def of_exception(error: BaseException) -> APIError:
-    """What a client is told of an exception; nothing of those that are not its own doing."""
+    """The error that a client gets for an exception; a failure of the server shows no detail."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, ValidationError):
@@ -68,7 +69,7 @@ def of_exception(error: BaseException) -> APIError:
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """What pydantic found (`ValidationError.errors()`, or FastAPI's), in sentences; `param` is the first's."""
+    """The errors of pydantic's `ValidationError.errors()`, or FastAPI's, in sentences; `param` is that of the first."""
     sentences = [cut(_sentence(error), LONGEST_MESSAGE) for error in errors[:MOST_ERRORS]]
     if len(errors) > MOST_ERRORS:
         sentences.append(f"And {len(errors) - MOST_ERRORS} more errors.")
@@ -76,15 +77,15 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, in at most `LONGEST_ECHO` characters."""
+    """A value in Python's notation, cut to `LONGEST_ECHO` characters."""
     try:
         return cut(_REPR.repr(value), LONGEST_ECHO)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer of more digits than Python converts to text
         return f"<{type(value).__name__}>"
 
 
 def cut(text: str, length: int) -> str:
-    """A text of at most this many characters."""
+    """A text cut to `length` characters, the last three of which are then dots."""
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
@@ -100,13 +101,13 @@ def _sentence(error: Mapping[str, Any]) -> str:
 
 
 def _path(error: Mapping[str, Any]) -> str:
-    """Where an error is, dotted; FastAPI begins it with "body"."""
-    if error["type"] == "json_invalid":  # an offset
+    """The dotted path of an error's field, without the "body" that FastAPI begins it with."""
+    if error["type"] == "json_invalid":  # its location is an offset in the text
         return ""
     parts = [str(part) for part in error["loc"]]
     return cut(_encodable(".".join(parts[1:] if parts[:1] == ["body"] else parts)), LONGEST_PARAM)
 
 
 def _encodable(text: str) -> str:
-    """A text with halves of surrogate pairs spelt out: no JSON could carry them."""
+    """A text whose halves of surrogate pairs are escaped, since UTF-8 cannot write them."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""SGLang's native `POST /generate`, as far as its benchmarks use it."""
+"""SGLang's native `POST /generate`, to the extent that SGLang's benchmarks use it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "see
 
 
 class GenerateSampling(RequestBody):
-    """How to sample, in SGLang's words."""
+    """The field `sampling_params`, with SGLang's names."""
 
     renamed: ClassVar[Mapping[str, str]] = _RENAMED
 
@@ -41,7 +41,7 @@ class GenerateSampling(RequestBody):
     ebnf: str | None = None
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Fields of `SamplingParams`; None where the body says nothing."""
+        """Fields of `SamplingParams`; None for what the body leaves open."""
         names = (
             "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
             "frequency_penalty", "presence_penalty", "n", "seed", "stop", "stop_token_ids", "logit_bias", "ignore_eos",
@@ -51,7 +51,7 @@ class GenerateSampling(RequestBody):
         return fields | {"include_stop_str_in_output": self.no_stop_trim}
 
     def demands(self) -> list[Demand]:
-        """Every field that says what the text must look like."""
+        """Every field that constrains the text."""
         return demands_of(None, None, {"regex": self.regex, "json_schema": self.json_schema, "ebnf": self.ebnf})
 
 
@@ -60,7 +60,7 @@ def _as_list(value: Any) -> Any:
 
 
 class GenerateRequest(RequestBody):
-    """One prompt, or a batch of them."""
+    """The body of a `/generate`: one prompt, or a batch of prompts."""
 
     renamed: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs_num", "prompt_logprobs": "top_logprobs_num"}
 
@@ -82,8 +82,8 @@ class GenerateRequest(RequestBody):
     @model_validator(mode="after")
     def _check_generate(self) -> GenerateRequest:
         if (self.text is None) == (self.input_ids is None):
-            given = "neither text nor input_ids is" if self.text is None else "both text and input_ids are"
-            raise APIError(f"{given} given: give one of them.", param="text")
+            subject = "neither text nor input_ids is" if self.text is None else "both text and input_ids are"
+            raise APIError(f"{subject} given: give one of them.", param="text")
         for name, value, kind in (("text", self.text, str), ("input_ids", self.input_ids, int)):
             first = value[0] if isinstance(value, list) else value
             first = first[0] if isinstance(first, list) else first
@@ -102,9 +102,9 @@ class GenerateRequest(RequestBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, one if it is not a batch."""
-        given: Any = self.input_ids if self.text is None else self.text
-        return given if self.is_batch else [given]
+        """The prompts; a single one if the body is not a batch."""
+        prompts: Any = self.input_ids if self.text is None else self.text
+        return prompts if self.is_batch else [prompts]
 
     @property
     def is_batch(self) -> bool:
@@ -114,7 +114,7 @@ class GenerateRequest(RequestBody):
         return isinstance(self.input_ids, list) and isinstance(self.input_ids[0], list)
 
     def logprob_fields(self) -> dict[str, Any]:
-        """Fields of `SamplingParams` about logprobs."""
+        """The fields of `SamplingParams` about log-probabilities."""
         if not self.return_logprob:
             return {}
         fields = {"logprobs": self.top_logprobs_num}

@@ -1,4 +1,4 @@
-"""The messages of a chat, as chat templates want them: what vLLM makes of them, and its refusals."""
+"""The messages of a chat in the form that chat templates read, which is vLLM's, and the refusals of others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from dflash_jax.serve.protocol.errors import APIError, shown
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-_UNSERVED = {  # keys of a message
+_UNSERVED = {  # keys of a message that are refused, and what to do instead
     "function_call": "use tool_calls, which has replaced it",
     "audio": "give text, this server reads nothing else",
 }
@@ -32,13 +32,13 @@ MESSAGES_SCHEMA = {
 
 
 def template_messages(messages: Any) -> list[dict[str, Any]]:
-    """Messages for the template, which gets every key that is not null.
+    """Messages for the template, with every key that is not null.
 
-    `content` is always a string: parts are joined by newlines, and without content it is empty. Reasoning of an
-    assistant is under both `reasoning` and `reasoning_content`. Arguments of tool calls are decoded.
+    `content` becomes a string: its parts joined by newlines, or empty if there is none. The reasoning of an assistant
+    is given under both `reasoning` and `reasoning_content`. The arguments of tool calls are decoded.
 
     Raises:
-        APIError: a message is none.
+        APIError: 400; there is no message, or one is malformed or of a kind that is not supported.
     """
     if not isinstance(messages, list) or not messages:
         raise APIError(
@@ -104,7 +104,7 @@ def _part(part: Any, path: str) -> str:
 
 
 def _tool_call(call: Any, path: str) -> dict[str, Any]:
-    """A call with its arguments decoded, as templates expect them; as in vLLM, no arguments are `{}`."""
+    """A tool call with decoded arguments, as templates expect them; as in vLLM, a call without arguments gets `{}`."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise APIError(

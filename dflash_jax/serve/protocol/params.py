@@ -1,4 +1,4 @@
-"""From a body to `SamplingParams` and prompts: the request goes before the server's defaults, these before OpenAI's."""
+"""From a body to `SamplingParams` and prompts. A request overrides the server's defaults, which override OpenAI's."""
 
 from __future__ import annotations
 
@@ -14,41 +14,42 @@ from dflash_jax.serve.protocol.generate import GenerateRequest, GenerateSampling
 from dflash_jax.serve.protocol.sampling import SamplingBody
 from dflash_jax.serve.protocol.structured import structured_outputs_params
 
-DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what generation_config.json may set
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # generation_config.json may set these
 
 
 class Limits(Protocol):
-    """What one request may ask of the server."""
+    """The server's limits of what one request may ask for."""
 
     @property
     def max_n(self) -> int:
-        """Completions of a prompt."""
+        """Most completions of a prompt."""
 
     @property
     def max_stop_strings(self) -> int:
-        """Stop strings."""
+        """Most stop strings."""
 
     @property
     def max_prompts(self) -> int:
-        """Prompts of a body."""
+        """Most prompts of a body."""
 
     @property
     def max_logprobs(self) -> int:
-        """Alternatives of a token."""
+        """Most alternatives of a token."""
 
 
 def sampling_params(
     request: ChatCompletionRequest | CompletionRequest, defaults: Mapping[str, Any], limits: Limits
 ) -> SamplingParams:
-    """How to sample a chat or a completion.
+    """The sampling parameters of a chat or a completion.
 
     Args:
-        request: checked when it was parsed.
-        defaults: of the model's generation_config.json, for what the request leaves open; others are ignored.
+        request: the body.
+        defaults: of the model's generation_config.json, for what the request leaves open; those not in `DEFAULTED` are
+            ignored.
         limits: of the server.
 
     Raises:
-        APIError: 400; a value is outside its range or a limit, or values exclude each other.
+        APIError: 400; a value is outside its range or beyond a limit, or values exclude each other.
     """
     return _params(request, {}, _names(request), defaults, limits)
 
@@ -56,14 +57,17 @@ def sampling_params(
 def generate_sampling_params(
     request: GenerateRequest, defaults: Mapping[str, Any], limits: Limits
 ) -> list[SamplingParams]:
-    """How to sample each prompt of a `/generate`; see `sampling_params`."""
-    more = request.logprob_fields()
-    chosen = [_params(each, more, _names(each) | _names(request), defaults, limits) for each in request.sampling_params]
-    return chosen if len(chosen) > 1 else chosen * len(request.prompts)
+    """The sampling parameters of each prompt of a `/generate`; see `sampling_params` for arguments and errors."""
+    logprob_fields, names = request.logprob_fields(), _names(request)
+    params = [
+        _params(sampling, logprob_fields, _names(sampling) | names, defaults, limits)
+        for sampling in request.sampling_params
+    ]
+    return params if len(params) > 1 else params * len(request.prompts)
 
 
 def completion_prompts(request: CompletionRequest | GenerateRequest, limits: Limits) -> list[str | list[int]]:
-    """The prompts of a body, texts or token ids, none of them empty.
+    """The prompts of a body, as texts or token ids.
 
     Raises:
         APIError: 400; there are too many.
@@ -71,9 +75,9 @@ def completion_prompts(request: CompletionRequest | GenerateRequest, limits: Lim
     if isinstance(request, GenerateRequest):
         prompts, name = request.prompts, "input_ids" if request.text is None else "text"
     else:
-        given: Any = request.prompt
-        is_one = isinstance(given, str) or isinstance(given[0], int)
-        prompts, name = [given] if is_one else given, "prompt"
+        prompt: Any = request.prompt
+        is_single = isinstance(prompt, str) or isinstance(prompt[0], int)
+        prompts, name = [prompt] if is_single else prompt, "prompt"
     if len(prompts) > limits.max_prompts:
         message = f"{name} holds {len(prompts)} prompts, more than {limits.max_prompts}: send them in several requests."
         raise APIError(message, param=name)
@@ -83,16 +87,17 @@ def completion_prompts(request: CompletionRequest | GenerateRequest, limits: Lim
 def fit_prompt(
     token_ids: Sequence[int], *, truncate_prompt_tokens: int | None, max_tokens: int | None, max_model_len: int
 ) -> list[int]:
-    """The tokens of a prompt that are kept, so that it leaves room for an answer.
+    """The tokens of a prompt after truncation.
 
     Args:
         token_ids: of the whole prompt.
-        truncate_prompt_tokens: how many to keep, of its end; -1 keeps as many as leave room for `max_tokens`.
-        max_tokens: of `SamplingParams`. What does not fit behind the prompt is not an error: the engine lowers it.
-        max_model_len: most tokens of prompt and answer.
+        truncate_prompt_tokens: how many tokens to keep, from the end; -1 keeps as many as leave room for `max_tokens`,
+            None keeps all.
+        max_tokens: of `SamplingParams`. If it does not fit behind the prompt, the engine lowers it.
+        max_model_len: most tokens of prompt and answer together.
 
     Raises:
-        APIError: 400; the prompt leaves no room, or `max_tokens` would not even fit without it.
+        APIError: 400; the prompt leaves no room for an answer, or `max_tokens` exceeds `max_model_len`.
     """
     if max_tokens is not None and max_tokens > max_model_len:
         message = f"max_tokens={max_tokens} exceeds the model's maximum context length ({max_model_len}): lower it."
@@ -117,17 +122,17 @@ def prompt_too_long(length: str, max_model_len: int) -> APIError:
 
 def _params(
     request: ChatCompletionRequest | CompletionRequest | GenerateSampling,
-    more: Mapping[str, Any],
+    further: Mapping[str, Any],
     names: Mapping[str, str],
     defaults: Mapping[str, Any],
     limits: Limits,
 ) -> SamplingParams:
-    fields = {"max_tokens": None} | request.sampling_fields() | dict(more)
+    fields = {"max_tokens": None} | request.sampling_fields() | dict(further)
     _check_limits(fields, names, limits)
     fields |= {name: defaults[name] for name in DEFAULTED if fields[name] is None and name in defaults}
-    given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
+    values = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
     try:
-        params = SamplingParams(**given, structured_outputs=structured_outputs_params(request.demands()))
+        params = SamplingParams(**values, structured_outputs=structured_outputs_params(request.demands()))
     except RequestError as error:
         raise _renamed(error, names) from error
     if params.n > 1 and params.temperature == 0:
@@ -140,8 +145,8 @@ def _params(
 
 
 def _names(request: SamplingBody | GenerateSampling | GenerateRequest) -> dict[str, str]:
-    """Fields of `SamplingParams` under the names that the client has used."""
-    return {name: own for name, own in request.renamed.items() if own in request.model_fields_set}
+    """The client's names of fields of `SamplingParams`, by our names, where they differ and the client used them."""
+    return {name: alias for name, alias in request.renamed.items() if alias in request.model_fields_set}
 
 
 def _check_limits(fields: Mapping[str, Any], names: Mapping[str, str], limits: Limits) -> None:
@@ -157,9 +162,9 @@ def _check_limits(fields: Mapping[str, Any], names: Mapping[str, str], limits: L
 
 
 def _renamed(error: RequestError, names: Mapping[str, str]) -> APIError:
-    """What `SamplingParams` refused, under the names of the body."""
+    """An error of `SamplingParams` under the client's name of the field, which its sentence has before the "="."""
     name, equals, rest = str(error).partition("=")
     if not equals:
         return APIError(str(error))
-    own = names.get(name, name)
-    return APIError(f"{own}={rest}", param=own)
+    name = names.get(name, name)
+    return APIError(f"{name}={rest}", param=name)

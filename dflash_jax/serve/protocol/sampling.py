@@ -1,4 +1,4 @@
-"""What chats and completions share: how to sample, how to stream, and what the text must look like."""
+"""The fields that chats and completions share: sampling, streaming, and constraints on the text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dflash_jax.serve.protocol.structured import Demand, check_response_format, 
 
 
 class StreamOptions(BaseModel):
-    """Of a stream: a last chunk with the usage, or the usage so far in every chunk."""
+    """Whether a stream ends with a chunk of the usage, and whether every chunk tells the usage so far."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     include_usage: bool | None = False
@@ -21,7 +21,11 @@ class StreamOptions(BaseModel):
 
 
 class SamplingBody(RequestBody):
-    """Base of `ChatCompletionRequest` and `CompletionRequest`. Names are OpenAI's, then vLLM's, then SGLang's."""
+    """Base of `ChatCompletionRequest` and `CompletionRequest`. Names are OpenAI's, then vLLM's, then SGLang's.
+
+    Attributes:
+        renamed: names that fields of `SamplingParams` have in this body, by the names that they have there.
+    """
 
     model: Text | None = None
 
@@ -71,7 +75,7 @@ class SamplingBody(RequestBody):
     request_id: RequestId | None = None
     rid: RequestId | None = Field(None, description="SGLang's name of request_id.")
 
-    renamed: ClassVar[Mapping[str, str]] = {}  # fields of SamplingParams under their names in this body
+    renamed: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="after")
     def _check_sampling(self) -> SamplingBody:
@@ -96,7 +100,7 @@ class SamplingBody(RequestBody):
 
     @property
     def given_id(self) -> str | None:
-        """The request's id, if the client chose one."""
+        """The id that the client gave the request in its body; None if it gave none."""
         return self.request_id or self.rid
 
     @property
@@ -106,11 +110,11 @@ class SamplingBody(RequestBody):
 
     @property
     def continuous_usage_stats(self) -> bool:
-        """Whether every chunk has the usage so far; as in vLLM, only with `include_usage`."""
+        """Whether every chunk tells the usage so far; as in vLLM, this needs `include_usage`."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Fields of `SamplingParams`; None where the body says nothing. Those about lengths and logprobs differ."""
+        """Fields of `SamplingParams`, None for what the body leaves open; subclasses add lengths and logprobs."""
         names = (
             "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
             "n", "seed", "stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "min_tokens",
@@ -120,5 +124,5 @@ class SamplingBody(RequestBody):
         return {name: getattr(self, name) for name in names} | {"include_stop_str_in_output": keeps_stop}
 
     def demands(self) -> list[Demand]:
-        """Every field that says what the text must look like."""
+        """Every field that constrains the text."""
         return demands_of(self.response_format, self.structured_outputs, {"regex": self.regex, "ebnf": self.ebnf})

@@ -1,4 +1,4 @@
-"""What the text must look like, of all the fields that can say so: at most one may."""
+"""The fields that constrain the text, of which a request may use one."""
 
 from __future__ import annotations
 
@@ -9,52 +9,55 @@ from dflash_jax.base.values import StructuredOutputsParams
 from dflash_jax.serve.protocol.errors import APIError, shown
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
-HARMLESS = ("disable_fallback",)  # of vLLM's structured_outputs: there is nothing to fall back to
-# What vLLM and SGLang call a kind outside structured_outputs.
+HARMLESS = ("disable_fallback",)  # keys of vLLM's structured_outputs that change nothing: there is no fallback here
+# Names that vLLM and SGLang give the kinds outside structured_outputs.
 _TOP_LEVEL = {"regex": "regex", "ebnf": "grammar", "json_schema": "json"}
 
 
 class Demand(NamedTuple):
-    """A field of a body, and what it asks of `StructuredOutputsParams`."""
+    """The name of a field of a body that constrains the text, and the arguments of `StructuredOutputsParams` for it."""
 
     name: str
-    given: dict[str, Any]
+    params: dict[str, Any]
 
 
-def check_response_format(given: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's `response_format`.
+def check_response_format(response_format: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's `response_format`, unchanged.
 
     Raises:
-        APIError: its type is unknown, or a schema is missing.
+        APIError: 400; its type is unknown, or its schema is missing.
     """
-    kind = given.get("type")
+    kind = response_format.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise APIError(
             f"response_format.type={shown(kind)} is not allowed: it must be 'text', 'json_object' or 'json_schema'.",
             param="response_format.type",
         )
     if kind == "json_schema":
-        outer = given.get("json_schema")
+        outer = response_format.get("json_schema")
         if not isinstance(outer, dict) or not isinstance(outer.get("schema"), dict):
             raise APIError(
                 "response_format of type 'json_schema' has no schema: "
                 "give {'type': 'json_schema', 'json_schema': {'name': ..., 'schema': {...}}}.",
                 param="response_format.json_schema",
             )
-    return given
+    return response_format
 
 
-def check_structured_outputs(given: dict[str, Any]) -> dict[str, Any]:
-    """What `structured_outputs` asks for, in vLLM's words, without what asks for nothing.
+def check_structured_outputs(structured_outputs: dict[str, Any]) -> dict[str, Any]:
+    """The keys of vLLM's `structured_outputs` that ask for something.
+
+    `StructuredOutputsParams` checks later that it is exactly one.
 
     Raises:
-        APIError: it holds something unknown. That it holds exactly one kind is checked with the other fields.
+        APIError: 400; a key is unknown, or `choice` is not a list.
     """
-    for name, value in given.items():
+    for name, value in structured_outputs.items():
         if name not in KINDS and name not in HARMLESS and value:
             message = f"structured_outputs holds {shown(name)}={shown(value)}: give one of {', '.join(KINDS)} instead."
             raise APIError(message, param=f"structured_outputs.{name}")
-    kept = {name: given[name] for name in KINDS if given.get(name) is not None and given[name] is not False}
+    asked = {name: structured_outputs.get(name) for name in KINDS}
+    kept = {name: value for name, value in asked.items() if value is not None and value is not False}
     if not isinstance(kept.get("choice", []), list):
         message = f"structured_outputs.choice={shown(kept['choice'])} is not allowed: it must be a list of strings."
         raise APIError(message, param="structured_outputs.choice")
@@ -66,7 +69,7 @@ def demands_of(
     structured_outputs: dict[str, Any] | None,
     top_level: Mapping[str, Any],
 ) -> list[Demand]:
-    """The fields that demand something, checked before."""
+    """A demand for each field that constrains the text; the fields were checked before."""
     demands = []
     if response_format is not None and response_format["type"] == "json_object":
         demands.append(Demand("response_format", {"json_object": True}))
@@ -79,18 +82,18 @@ def demands_of(
 
 
 def structured_outputs_params(demands: Sequence[Demand]) -> StructuredOutputsParams | None:
-    """The one demand, if there is any.
+    """The constraint on the text; None without a demand.
 
     Raises:
-        APIError: there are several, or it cannot be met.
+        APIError: 400; there are several demands, or the demand is not allowed.
     """
     if not demands:
         return None
-    (name, given), *others = demands
+    (name, params), *others = demands
     if others:
         names = " and ".join(demand.name for demand in demands)
         raise APIError(f"{names} each say what the text must look like: give one of them.", param=others[0].name)
     try:
-        return StructuredOutputsParams(**given)
-    except ValueError as error:  # RequestError, or Python's about an integer too long to be shown
+        return StructuredOutputsParams(**params)
+    except ValueError as error:  # RequestError, or Python's own about an integer too long to write
         raise APIError(f"{name}: {error}", param=name) from error

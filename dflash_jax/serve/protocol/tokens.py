@@ -21,8 +21,8 @@ class TokenizeRequest(ConversationBody):
     @model_validator(mode="after")
     def _check_source(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            given = "neither prompt nor messages is" if self.prompt is None else "both prompt and messages are"
-            raise APIError(f"{given} given: give one of them.", param="prompt")
+            subject = "neither prompt nor messages is" if self.prompt is None else "both prompt and messages are"
+            raise APIError(f"{subject} given: give one of them.", param="prompt")
         return self
 
 

@@ -1,4 +1,4 @@
-"""The tools of a chat, and the JSON schemas of calls that are forced."""
+"""The tools of a chat, and the JSON schemas of forced tool calls."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ TOOL_CHOICE_SCHEMA = {
 
 
 def check_tools(tools: Any) -> list[dict[str, Any]]:
-    """OpenAI's `tools`, as the client wrote them but for nulls: templates print them.
+    """OpenAI's `tools` without nulls, else as the client wrote them, since templates print them.
 
     Raises:
-        APIError: the list is empty, or a tool is none.
+        APIError: 400; the list is empty, or an entry is not a tool.
     """
     if not isinstance(tools, list) or not tools:
         message = f"tools={shown(tools)} is not allowed: give at least one tool, or leave it out."
@@ -57,10 +57,10 @@ def check_tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def check_tool_choice(choice: Any) -> str | dict[str, Any]:
-    """OpenAI's `tool_choice`: a string, or a tool's name in its wrapping.
+    """OpenAI's `tool_choice`, unchanged: one of `CHOICES`, or an object that names a tool.
 
     Raises:
-        APIError: it is neither.
+        APIError: 400; it is neither.
     """
     if isinstance(choice, str) and choice in CHOICES:
         return choice
@@ -76,20 +76,20 @@ def check_tool_choice(choice: Any) -> str | dict[str, Any]:
 
 
 def required_schema(tools: Sequence[Mapping[str, Any]], *, parallel: bool = True) -> dict[str, Any]:
-    """The schema of `tool_choice="required"`: a list of calls, one if they may not be parallel.
+    """The JSON schema of `tool_choice="required"`: a list of calls, of a single one if they may not be parallel.
 
-    Definitions move to the root, where the tools' references point.
+    The definitions of all tools move to the root of the schema, where the tools' references point.
 
     Raises:
-        APIError: two tools define the same name differently.
+        APIError: 400; two tools define the same name differently.
     """
     definitions: dict[str, dict[str, Any]] = {}
     calls = []
     for tool in tools:
         parameters = dict(tool_schema(tool))
         for place in ("$defs", "definitions"):
-            given = parameters.pop(place, None)
-            for name, definition in given.items() if isinstance(given, dict) else ():
+            defined = parameters.pop(place, None)
+            for name, definition in defined.items() if isinstance(defined, dict) else ():
                 if definitions.setdefault(place, {}).setdefault(name, definition) != definition:
                     raise APIError(
                         f"the tools define {shown(name)} in {place} in two ways; give the one another name.",
@@ -108,7 +108,7 @@ def required_schema(tools: Sequence[Mapping[str, Any]], *, parallel: bool = True
 
 
 def tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are an object; a tool that names no parameters takes none."""
+    """The JSON schema of a tool's arguments, an object; a tool without `parameters` takes none."""
     parameters = tool["function"].get("parameters")
     return NO_PARAMETERS if parameters is None else {"type": "object", **parameters}
 

@@ -1,7 +1,7 @@
-"""From the text of a completion to reasoning, content and tool calls, while it is generated.
+"""Splits the text of a completion into reasoning, content and tool calls while it is generated.
 
-One machine, `OutputParser`, serves streams and whole answers. The formats of tool calls are readers: generators that
-take one character at a time and so cannot depend on how the text was cut into chunks.
+One state machine, `OutputParser`, serves streams and complete answers. The formats of tool calls are readers:
+generators that are sent one character at a time, and so cannot depend on how the text was cut into chunks.
 """
 
 from dflash_jax.text.parsing.deltas import Delta, ParsedOutput, ToolCall, ToolCallDelta, collect

@@ -1,4 +1,4 @@
-"""What a parser hands out, piece by piece and put together."""
+"""The pieces that a parser hands out, and the complete answer that they make."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class ToolCallDelta:
 
     Attributes:
         index: which call of this completion, from 0.
-        id: of the call; on its first piece only, like `name`.
-        name: of the tool.
+        id: of the call; only the first piece has it.
+        name: of the tool; only the first piece has it.
         arguments: a fragment; the fragments of a call, joined, are one JSON object.
-        retracted: the call proved malformed after pieces of it had left: its arguments stay unfinished, its raw text
-            follows as content, and it does not count.
+        retracted: the call proved malformed after pieces of it had left. Its arguments stay unfinished, its raw text
+            follows as content, and it does not count as a call.
     """
 
     index: int
@@ -29,7 +29,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of an answer: exactly one of the three is set."""
+    """A piece of an answer: exactly one of the three fields is set."""
 
     reasoning: str | None = None
     content: str | None = None
@@ -38,7 +38,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A whole tool call; `arguments` is the text of a JSON object."""
+    """A complete tool call; `arguments` is the text of a JSON object."""
 
     id: str
     name: str
@@ -47,7 +47,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """A whole answer; what it does not have is None."""
+    """A complete answer; `reasoning` and `content` are None if the answer has none."""
 
     reasoning: str | None = None
     content: str | None = None
@@ -55,12 +55,12 @@ class ParsedOutput:
 
 
 def merge(deltas: Iterable[Delta]) -> list[Delta]:
-    """Join neighbours that belong together."""
+    """Join neighbouring deltas of the same kind, and of the same tool call."""
     return [_joined(list(group)) for _, group in groupby(deltas, key=_kind)]
 
 
 def collect(deltas: Iterable[Delta]) -> ParsedOutput:
-    """Put the deltas of a whole answer together; retracted calls are left out."""
+    """Join the deltas of a complete answer, without its retracted calls."""
     deltas = list(deltas)
     calls: dict[int, list[ToolCallDelta]] = {}
     for delta in deltas:

@@ -1,4 +1,4 @@
-"""JSON checked one character at a time, so that what was checked can leave before the rest has come."""
+"""Checks JSON one character at a time, so that text can leave before the rest of the value has come."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _LITERALS = ("true", "false", "null")
 
 
-class Malformed(Exception):  # noqa: N818 - control flow between a reader and the machine, never an error of anybody
+class Malformed(Exception):  # noqa: N818 - control flow between a reader and the parser, never raised to a caller
     """A character does not fit the format.
 
     Attributes:
-        unread: how many characters at the end, this one included, may be the beginning of something else.
+        unread: number of characters at the end, this one included, that may begin something else.
     """
 
     def __init__(self, unread: int = 1) -> None:
@@ -25,41 +25,45 @@ class Malformed(Exception):  # noqa: N818 - control flow between a reader and th
 class JsonScanner:
     """Checks one JSON object or array.
 
-    `push` returns the text that is now certain: a number, a literal or an escape leaves when it is whole. Raw control
-    characters in strings, which models write and JSON forbids, leave escaped.
+    `push` returns the text that has become certain: a number, a literal or an escape leaves when it is complete. Raw
+    control characters in strings, which models write and JSON forbids, leave escaped.
 
     Attributes:
-        key: of the outermost object's member being read, "" before the first.
-        strings: the outermost object's members that are strings.
+        key: key of the outermost object's member that is being read; "" before the first.
+        strings: the outermost object's members that are strings, by key.
     """
 
     def __init__(self) -> None:
         self.key = ""
         self.strings: dict[str, str] = {}
-        self._closers: list[str] = []  # what will close each open object and array
-        self._state = self._value
+        self._closers: list[str] = []  # the closing bracket of each open object and array
+        self._state = self._value  # the method that checks the next character
         self._token = ""  # an unfinished number, literal or escape
-        self._characters: list[str] = []  # of a string at depth 1
+        self._characters: list[str] = []  # of the current string, if it is at depth 1
         self._in_key = False
         self._opened = False
 
     @property
     def depth(self) -> int:
-        """Objects and arrays that are open."""
+        """Number of open objects and arrays."""
         return len(self._closers)
 
     @property
     def done(self) -> bool:
-        """Whether the value is whole."""
+        """Whether the value is complete."""
         return self._opened and not self._closers
 
     @property
     def expects_value(self) -> bool:
-        """Whether a member's or an element's value comes next."""
+        """Whether the value of a member or an element comes next."""
         return self._state == self._value
 
     def push(self, char: str) -> str:
-        """Check the next character; raises `Malformed`."""
+        """Check the next character; returns the text that has become certain.
+
+        Raises:
+            Malformed: the character does not fit.
+        """
         if char in SPACE and self._state not in (self._string, self._escape, self._unicode, self._scalar):
             return char
         return self._state(char)

@@ -1,4 +1,4 @@
-"""The state machine: text in, typed deltas out."""
+"""The state machine that turns the text of a completion into typed deltas."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from dflash_jax.text.parsing.readers import TOOL_CALL, Reader, Reading, hermes, 
 from dflash_jax.text.parsing.schema import parameter_types
 
 REASONING_PARSERS = ("qwen3",)
-TOOL_PARSERS = ("hermes", "qwen3_json", "qwen3_coder", "qwen3_xml")  # the second and fourth are vLLM's other names
+# qwen3_json and qwen3_xml are vLLM's other names of hermes and qwen3_coder.
+TOOL_PARSERS = ("hermes", "qwen3_json", "qwen3_coder", "qwen3_xml")
 THINK, END_THINK = "<think>", "</think>"
 
 ToolChoice = Literal["none", "auto", "required"]
 
 
 def make_tool_call_id() -> str:
-    """A new id, in vLLM's form."""
+    """A new id of a tool call, in vLLM's form."""
     return f"chatcmpl-tool-{uuid.uuid4().hex[:16]}"
 
 
 def prompt_reasoning(prompt: str) -> bool | None:
-    """Whether the answer begins inside the reasoning that the chat template opened.
+    """Whether the answer begins inside reasoning that the chat template has opened.
 
-    False: the template closed it (`enable_thinking=False`), so parse with `reasoning=None`. None: the template says
-    nothing, the model itself may write `<think>`.
+    False: the template has closed it (`enable_thinking=False`), so parse with `reasoning=None`. None: the prompt has no
+    tag, and the model itself may write `<think>`.
     """
-    turn = prompt[prompt.rfind("<|im_start|>") + 1 :]  # what users and earlier answers wrote says nothing
+    turn = prompt[prompt.rfind("<|im_start|>") + 1 :]  # tags in earlier messages do not count
     opened, closed = turn.rfind(THINK), turn.rfind(END_THINK)
     return None if opened == closed else opened > closed
 
 
 class _Region(Enum):
-    START = auto()  # `<think>` may come
+    START = auto()  # `<think>` may come first
     REASONING = auto()
     CONTENT = auto()
 
@@ -46,28 +47,31 @@ class _Region(Enum):
 class OutputParser:
     """Splits one completion into reasoning, content and tool calls.
 
-    What leaves depends on the characters alone, not on the chunks they come in. A tag, or what may become one, never
-    leaves before it is decided.
+    The deltas depend on the characters alone, not on the chunks in which they come. A tag, or text that may become
+    one, is held back until it is decided.
 
-    Reasoning: text up to `</think>`, after a `<think>` that begins the answer or with `starts_in_reasoning`; without
-    `</think>` all of it. As in vLLM, newlines beside the tags are kept.
+    Reasoning is the text up to `</think>`, if the answer begins with `<think>` or with `starts_in_reasoning`; without
+    `</think>` it is the whole answer. As in vLLM, newlines beside the tags are kept.
 
     Tool calls leave in pieces: id and name once the arguments have begun, then fragments of checked JSON. A call
-    whose arguments are complete stands, whatever follows it. Before that, a call that proves malformed or unfinished
-    comes back whole as the text it was; if pieces of it had left, they are `retracted`. A call inside the reasoning
+    whose arguments are complete is valid, whatever follows it. A call that proves malformed or unfinished before that
+    comes back as the text that it was; if pieces of it had left, they are `retracted`. A call inside the reasoning
     counts, and the reasoning goes on after it.
 
-    Content beside tool calls is the text without them, and ends without white space; white space alone is no content.
-    An answer that calls no tool keeps every character.
+    Content beside tool calls is the text without them and without white space at its end; white space alone is not
+    content. An answer without tool calls keeps every character.
 
     Args:
         reasoning: a name of `REASONING_PARSERS`, or None: nothing is reasoning.
         tools: a name of `TOOL_PARSERS`, or None: tags of calls are plain text.
         tool_schemas: the request's `tools`; their schemas give the values of `qwen3_coder` their types.
         starts_in_reasoning: whether the prompt ended inside `<think>`; see `prompt_reasoning`.
-        tool_choice: "none" and "required" as in the API. "required" reads vLLM's list of calls whatever `tools` is.
-        tool_name: the tool named by the request: the text is its arguments, whatever `tools` is.
+        tool_choice: as in the API. "required" reads vLLM's list of calls, whatever `tools` is.
+        tool_name: the tool that the request forces; the text is then its arguments, whatever `tools` is.
         new_id: makes the ids of calls.
+
+    Raises:
+        ConfigError: `reasoning` or `tools` is not the name of a parser.
     """
 
     def __init__(
@@ -93,25 +97,25 @@ class OutputParser:
         self._calls = _Calls(self._emit, new_id)
         self._trims = bool(self._forced or self._readers)
         self._reading: Reading[None] | None = None
-        self._buffer = ""  # not yet looked at, or undecided
-        self._space = ""  # white space of the content that a tool call may follow
+        self._buffer = ""  # text that was not looked at, or is undecided
+        self._space = ""  # white space of the content that is held back, since a tool call may follow
         self._has_content = False
         self._deltas: list[Delta] = []
 
     @property
     def has_tool_calls(self) -> bool:
-        """Whether a tool call is complete, which makes the finish reason `tool_calls`."""
+        """Whether a tool call is complete; the finish reason is then `tool_calls`."""
         return self._calls.complete > 0
 
     def push(self, text: str) -> list[Delta]:
-        """Take more text; returns what it decided."""
+        """Take more text; returns the deltas that it decides."""
         self._buffer += text
         while self._buffer and self._step():
             pass
         return self._take()
 
     def finish(self) -> list[Delta]:
-        """The text has ended: returns what was held back."""
+        """End the text; returns the deltas that were held back."""
         if self._region is _Region.START:
             self._leave_start()
         if self._reading is not None:
@@ -126,11 +130,11 @@ class OutputParser:
         return self._take()
 
     def parse_all(self, text: str) -> ParsedOutput:
-        """Parse a whole answer."""
+        """Parse a complete answer."""
         return collect([*self.push(text), *self.finish()])
 
     def _step(self) -> bool:
-        """Use up a part of the buffer; returns False if it takes more text to decide."""
+        """Handle a part of the buffer; returns False if more text is needed to decide."""
         if self._reading is not None:
             return self._read(self._reading)
         if self._region is _Region.START:
@@ -168,7 +172,7 @@ class OutputParser:
         self._text(self._buffer[: len(self._buffer) - len(text)])
         self._buffer = text
         if text:
-            self._forced = None  # what follows it, or does not fit it, is content
+            self._forced = None  # text behind the call, or that does not fit its format, is content
             self._open(reader, "")
         return True
 
@@ -220,25 +224,30 @@ class OutputParser:
 
 
 class _Calls:
-    """The `CallWriter` of a parser: counts calls, and remembers the text of one until it is safe."""
+    """The `CallWriter` of a parser: counts calls, and keeps the raw text of a call until it is complete.
+
+    Attributes:
+        complete: number of complete calls.
+        raw: the characters since the opening tag, or since the last complete call.
+    """
 
     def __init__(self, emit: Callable[[Delta], None], new_id: Callable[[], str]) -> None:
         self.complete = 0
-        self.raw: list[str] = []  # since the opening tag, or since the last call that was done
+        self.raw: list[str] = []
         self._index = -1
-        self._fragments: list[str] = []  # of arguments, to leave as one
-        self._named = False  # whether pieces of the call being read have left
-        self._safe = False  # whether only markup is missing
+        self._fragments: list[str] = []  # of arguments, which leave together
+        self._named = False  # whether pieces of the current call have left
+        self._safe = False  # whether the call is complete and only its closing markup is missing
         self._emit = emit
         self._new_id = new_id
 
     def open(self, tag: str) -> None:
-        """A reader starts, after this tag."""
+        """A reader starts behind this opening tag."""
         self.raw = [tag]
         self._named = self._safe = False
 
     def give_back(self, malformed: bool = False) -> str:
-        """The reader ended before its format did: the text to be shown in its place."""
+        """The reader has stopped before the end of its format: the text to show in place of the call."""
         self.flush()
         if self._named:
             self._emit(Delta(tool_call=ToolCallDelta(self._index, retracted=True)))
@@ -256,7 +265,7 @@ class _Calls:
         self._fragments.append(fragment)
 
     def flush(self) -> None:
-        """Let the arguments leave."""
+        """Emit the fragments of arguments as one delta."""
         if fragment := "".join(self._fragments):
             self._emit(Delta(tool_call=ToolCallDelta(self._index, arguments=fragment)))
         self._fragments.clear()
@@ -270,7 +279,7 @@ class _Calls:
 
 
 def _tool_readers(tools: str, schemas: Iterable[Mapping[str, Any]]) -> dict[str, Reader]:
-    """The readers of a tool parser by the tags that open them."""
+    """The readers of a tool parser, by the tags that open them."""
     if tools in ("hermes", "qwen3_json"):
         return {TOOL_CALL: hermes}
     types = parameter_types(schemas)

@@ -1,4 +1,4 @@
-"""The tool calls of Qwen3-Coder and of Qwen3.5 on: tags for the function and each of its parameters."""
+"""The tool calls of Qwen3-Coder and of Qwen3.5 and later: tags for the function and for each of its parameters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from dflash_jax.text.parsing.schema import STRING, ParameterTypes, typed_json
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-_END_VALUE = "\n" + END_PARAMETER  # the newline before the tag is markup, any other is the value's
+_END_VALUE = "\n" + END_PARAMETER  # the newline before the tag is markup; others belong to the value
 
 
 def qwen3_coder(types: Mapping[str, ParameterTypes], opened_by: str) -> Reader:
-    """A reader of what follows the opening tag.
+    """A reader of the text behind the opening tag.
 
-    The model is known to leave out `<tool_call>`, so `<function=` opens a call too and `</tool_call>` may be missing. A
-    parameter that no schema describes is a string; strings stream, other values leave whole.
+    Models are known to leave out `<tool_call>`, so `<function=` opens a call too, and `</tool_call>` may be missing. A
+    parameter that no schema describes is a string. Strings stream; other values leave when they are complete.
+
+    Args:
+        types: JSON types of the parameters of each tool, by the tool's name.
+        opened_by: the opening tag.
     """
 
     def read(calls: CallWriter) -> Reading[None]:
@@ -30,7 +34,7 @@ def qwen3_coder(types: Mapping[str, ParameterTypes], opened_by: str) -> Reader:
         opening = "{"
         while (yield from one_of(PARAMETER, END_FUNCTION)) == PARAMETER:
             key = yield from _attribute()
-            if opening == "{":  # only now: "<function=x>" alone may be prose
+            if opening == "{":  # not before: "<function=x>" alone may be prose
                 calls.name(name)
             calls.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
             opening = ", "
@@ -45,7 +49,7 @@ def qwen3_coder(types: Mapping[str, ParameterTypes], opened_by: str) -> Reader:
 
 
 def _attribute() -> Reading[str]:
-    """Read a name up to its `>`."""
+    """Read a name and the `>` behind it."""
     text = ""
     while (char := (yield)) != ">":
         if char == "<" or not char.isprintable():
@@ -69,7 +73,7 @@ def _value(calls: CallWriter, types: frozenset[str]) -> Reading[None]:
 
 
 def _value_text(emit: Callable[[str], None]) -> Reading[None]:
-    """Read a value's text, less one newline at each end, and its closing tag; passes on what is certainly of it."""
+    """Read a value's text and its closing tag; `emit` gets the text once it is certain, less a newline at each end."""
     held = yield
     if held == "\n":
         held = ""

@@ -1,7 +1,7 @@
 """Readers of tool calls: generators that are sent one character at a time.
 
-A reader reports through a `CallWriter`, returns on the last character of its format and raises `Malformed` on a
-character that does not fit. It tells a call's name as late as a stream allows, when the arguments have begun: what has
+A reader reports through a `CallWriter`, returns on the last character of its format, and raises `Malformed` on a
+character that does not fit. It reports the name of a call only when the arguments have begun, since a piece that has
 left cannot be taken back.
 """
 
@@ -13,8 +13,9 @@ from typing import Protocol, TypeVar
 from dflash_jax.text.parsing.json_scanner import SPACE, JsonScanner, Malformed
 
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
-_ARGUMENTS = ("arguments", "parameters")  # the second is vLLM's word where a grammar forces a call
-_MEMBERS = {"name": ("name", '"'), **dict.fromkeys(_ARGUMENTS, ("arguments", "{"))}  # what each is, how it begins
+_ARGUMENTS = ("arguments", "parameters")  # vLLM writes "parameters" where a grammar forces a call
+# What each key of a call stands for, and the first character of its value.
+_MEMBERS = {"name": ("name", '"'), **dict.fromkeys(_ARGUMENTS, ("arguments", "{"))}
 
 T = TypeVar("T")
 Reading = Generator[None, str, T]
@@ -22,23 +23,23 @@ Reader = Callable[["CallWriter"], Reading[None]]
 
 
 class CallWriter(Protocol):
-    """Where a reader reports what it read."""
+    """What a reader reports to."""
 
     def begin(self) -> None:
-        """A call starts; until `done` it may prove malformed."""
+        """A call begins; until `done` it may prove malformed."""
 
     def name(self, name: str) -> None:
-        """Its tool is known: from here on its pieces leave."""
+        """The name of the call's tool is known; from now on pieces of the call leave."""
 
     def arguments(self, fragment: str) -> None:
-        """More of its arguments."""
+        """The next fragment of the call's arguments."""
 
     def done(self) -> None:
-        """It is whole and valid: whatever follows cannot harm it."""
+        """The call is complete and valid, whatever follows it."""
 
 
 def overlap(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that begins `tag` without being all of it."""
+    """Length of the longest suffix of `text` that is a proper prefix of `tag`."""
     for length in range(min(len(text), len(tag) - 1), 0, -1):
         if text.endswith(tag[:length]):
             return length
@@ -63,9 +64,9 @@ def one_of(*tags: str) -> Reading[str]:
 
 
 def json_call(calls: CallWriter, char: str) -> Reading[None]:
-    """Read `{"name": ..., "arguments": {...}}` in any order of members, from its brace `char` on.
+    """Read `{"name": ..., "arguments": {...}}`, in any order of members, from its opening brace `char` on.
 
-    Arguments stream as they come once the name is known. Other members are skipped; without arguments they are `{}`.
+    Arguments stream once the name is known; a call without arguments gets `{}`. Other members are skipped.
     """
     calls.begin()
     if char != "{":
@@ -73,7 +74,7 @@ def json_call(calls: CallWriter, char: str) -> Reading[None]:
     scanner = JsonScanner()
     scanner.push(char)
     seen: set[str] = set()
-    pending: list[str] = []  # arguments that have not left
+    pending: list[str] = []  # fragments of arguments that have not left
     name = None
     while not scanner.done:
         char = yield
@@ -99,14 +100,14 @@ def json_call(calls: CallWriter, char: str) -> Reading[None]:
 
 def _announce(calls: CallWriter, scanner: JsonScanner) -> str:
     name = scanner.strings.get("name")
-    if not name or not name.isprintable():  # half a surrogate pair could not even be sent
+    if not name or not name.isprintable():  # JSON cannot carry half a surrogate pair
         raise Malformed
     calls.name(name)
     return name
 
 
 def hermes(calls: CallWriter) -> Reading[None]:
-    """Read what follows `<tool_call>` in Qwen3's dense and mixture models."""
+    """Read the text behind `<tool_call>` of Qwen3's dense and mixture-of-experts models."""
     yield from json_call(calls, (yield from nonspace()))
     yield from one_of(END_TOOL_CALL)
 
@@ -121,7 +122,7 @@ def required(calls: CallWriter) -> Reading[None]:
 
 
 def named(name: str) -> Reader:
-    """A reader of the bare arguments of a `tool_choice` that names its tool."""
+    """A reader for a `tool_choice` that names a tool: the text is the bare arguments."""
 
     def read(calls: CallWriter) -> Reading[None]:
         calls.begin()

@@ -1,4 +1,4 @@
-"""Values of `qwen3_coder`, which are plain text, given the types that the tool's JSON schema wants."""
+"""Types for the values of `qwen3_coder`, which are plain text, from the JSON schemas of the tools."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 STRING = frozenset({"string"})
-# Not JSON Schema, but found in tools written by hand.
+# Names that are not JSON Schema's, but occur in tools written by hand.
 _ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
 
 ParameterTypes = Mapping[str, frozenset[str]]
 
 
 def parameter_types(tools: Iterable[Mapping[str, Any]]) -> dict[str, ParameterTypes]:
-    """The types of every parameter of every tool, given as OpenAI's `tools` or their bare functions."""
+    """The JSON types of every parameter, by tool and parameter; tools as in OpenAI's `tools`, or bare functions."""
     types: dict[str, ParameterTypes] = {}
     for tool in tools:
         function = tool.get("function", tool)
@@ -25,7 +25,7 @@ def parameter_types(tools: Iterable[Mapping[str, Any]]) -> dict[str, ParameterTy
 
 
 def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types a schema allows, as far as it says; `root` is where its references point."""
+    """The JSON types that a schema allows; empty if it names none. Its references point into `root`."""
     types: set[str] = set()
     todo, followed = [schema], set()
     while todo:
@@ -38,19 +38,20 @@ def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
         for union in ("anyOf", "oneOf", "allOf"):
             todo += _list(schema.get(union))
         reference = schema.get("$ref")
-        if isinstance(reference, str) and reference not in followed:  # a schema may refer to itself
+        if isinstance(reference, str) and reference not in followed:  # else a schema that refers to itself never ends
             followed.add(reference)
             todo.append(_resolve(reference, root))
     return frozenset(types)
 
 
 def typed_json(value: str, types: frozenset[str]) -> str:
-    """The JSON of a value.
+    """The JSON of a value that a model wrote as text.
 
-    JSON of an allowed type is passed on as it is written; other text is a string. So is JSON of a type that is not
-    allowed where a string is; where none is, it is passed on too and the client's own check says what is wrong with it.
+    Text that is JSON of an allowed type is passed on as it is; all other text becomes a string. JSON of another type
+    becomes a string where strings are allowed; where they are not, it is passed on, and the client's check refuses it.
     """
-    text = {"True": "true", "False": "false", "None": "null"}.get(value.strip(), value.strip())  # Qwen writes Python's
+    python = {"True": "true", "False": "false", "None": "null"}  # Qwen writes these literals as Python does
+    text = python.get(value.strip(), value.strip())
     try:
         kind = json_type(json.loads(text, parse_constant=_reject))
     except (ValueError, RecursionError):
@@ -64,7 +65,7 @@ def _reject(constant: str) -> NoReturn:
 
 
 def json_type(value: Any) -> str:
-    """JSON Schema's name for the type of a decoded value."""
+    """JSON Schema's name of the type of a decoded value."""
     if isinstance(value, float):
         return "integer" if value.is_integer() else "number"
     names = {type(None): "null", bool: "boolean", int: "integer", list: "array", dict: "object"}
@@ -72,7 +73,7 @@ def json_type(value: Any) -> str:
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a reference inside the same schema points at; an empty schema if that is nothing."""
+    """The schema that a reference points at within `root`; an empty one if there is none."""
     target: Any = root
     for part in reference.removeprefix("#/").split("/"):
         target = _mapping(target).get(part.replace("~1", "/").replace("~0", "~"))

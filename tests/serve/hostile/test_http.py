@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from tests.serve.hostile.attack import (
+    HELLO,
     NORMAL,
     PATIENCE,
     answers,
@@ -236,3 +237,15 @@ def test_clients_that_hang_up(server):
         for _ in range(5):
             with connected(server) as connection:
                 connection.sendall(whole[:end])
+
+
+@pytest.mark.parametrize("kind", [b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data"])
+def test_chunks_of_what_is_no_json(server, kind):
+    """A body without a declared size is a body all the same."""
+    body = json.dumps(HELLO).encode()
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    head = request(headers=[b"transfer-encoding: chunked"])
+    assert status_of(raw(server, head + chunks)) == 200
+    answer = raw(server, head.replace(b"content-type: application/json", b"content-type: " + kind) + chunks)
+    assert status_of(answer) == 415
+    assert kind in answer
