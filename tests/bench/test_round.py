@@ -61,6 +61,15 @@ def drafted(run_once):
     return run_once[0]
 
 
+@pytest.mark.parametrize(("command", "needed"), [("round", False), ("offline", False), ("serve", True)])
+def test_only_the_benchmark_of_a_server_needs_the_packages_of_its_client(command, needed):
+    code = "import sys; sys.modules.update(dict.fromkeys(('httptools', 'uvloop')))  # as if they were not installed\n"
+    code += f"from dflash_jax.bench.__main__ import parse_args; parse_args([{command!r}, '--help'])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode != 0) == needed, run.stderr
+    assert (f"usage: python -m dflash_jax.bench {command} " in run.stdout) != needed
+
+
 def test_progress_is_on_standard_error_and_results_are_on_standard_output(run_once):
     _, out, err = run_once
     assert phases(err) == [
