@@ -12,7 +12,7 @@ from dflash_jax.base.errors import ConfigError
 from dflash_jax.bench.acceptance import SpeculativeDecoding
 from dflash_jax.bench.http import HttpClient, RequestFailedError, Response, rest_of
 from dflash_jax.bench.stats import RequestRecord
-from dflash_jax.bench.workload import SampleRequest
+from dflash_jax.text.request_files import SampleRequest
 
 MOST_QUOTED = 300  # characters of what a server answered
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -11,17 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dflash_jax.base.acceptance import Acceptance, of_engine
 from dflash_jax.base.errors import DFlashError
 from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams
-from dflash_jax.bench import acceptance as accepted
 from dflash_jax.bench import report, workload
 from dflash_jax.bench.stats import RequestRecord
-from dflash_jax.bench.workload import SampleRequest
 from dflash_jax.llm import LLM
 from dflash_jax.loading import find_models, load_llm
 from dflash_jax.options.flags import add_engine_arguments
 from dflash_jax.parallel.platform import runs_on_cpus
 from dflash_jax.progress import phase
+from dflash_jax.text.request_files import SampleRequest
 
 HELP = "run a workload through the engine in process and measure throughput and acceptance"
 
@@ -123,9 +123,9 @@ def _prompt(llm: LLM, request: SampleRequest) -> Prompt:
     return prompt if request.is_text else {"prompt_token_ids": prompt}
 
 
-def _acceptance(llm: LLM, outputs: Sequence[RequestOutput]) -> accepted.Acceptance | None:
+def _acceptance(llm: LLM, outputs: Sequence[RequestOutput]) -> Acceptance | None:
     """Of all rounds; None without a drafter."""
     if not llm.config.num_speculative_tokens:
         return None
     lengths = [length for output in outputs for length in output.metrics.acceptance_lengths]
-    return accepted.of_engine(lengths, sum(sum(output.metrics.draft_lengths) for output in outputs))
+    return of_engine(lengths, sum(sum(output.metrics.draft_lengths) for output in outputs))

@@ -15,13 +15,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dflash_jax.base.acceptance import Acceptance, histogram_lines
 from dflash_jax.base.errors import ConfigError
-from dflash_jax.bench.acceptance import Acceptance
 from dflash_jax.bench.stats import PERCENTILES, RequestRecord, summarize
 from dflash_jax.progress import phase
 
 REDACTED = "***"
-BAR_WIDTH = 40  # characters of the longest bar
 LATENCIES = {
     "ttft_ms": "time to first token",
     "tpot_ms": "time per output token",
@@ -189,15 +188,6 @@ def _acceptance(acceptance: dict[str, Any]) -> str:
         f"{_number(None if rate is None else 100 * rate)} % of drafts accepted (as told by {acceptance['source']})"
     ]
     return "\n".join([*lines, *histogram_lines(acceptance["histogram"] or [], first=0)])
-
-
-def histogram_lines(counts: Sequence[int], *, first: int) -> list[str]:
-    """A line for each count, with a bar: entry j counts what had length `first` + j."""
-    most = max([1, *counts])
-    return [
-        f"{length:4d} {'#' * round(BAR_WIDTH * count / most):{BAR_WIDTH}} {count}"
-        for length, count in enumerate(counts, start=first)
-    ]
 
 
 def _number(value: float | None) -> str:

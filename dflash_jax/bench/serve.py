@@ -27,14 +27,15 @@ from typing import Any
 import msgspec
 import uvloop
 
+from dflash_jax.base.acceptance import Acceptance
 from dflash_jax.base.errors import ConfigError, DFlashError
-from dflash_jax.bench import acceptance as accepted
 from dflash_jax.bench import report, workload
+from dflash_jax.bench.acceptance import of_prometheus, of_requests
 from dflash_jax.bench.client import CHAT, COMPLETIONS, complete, quote, request_body
 from dflash_jax.bench.http import HttpClient, RequestFailedError
 from dflash_jax.bench.stats import RequestRecord, spread
-from dflash_jax.bench.workload import SampleRequest
 from dflash_jax.progress import phase
+from dflash_jax.text.request_files import SampleRequest
 
 HELP = "load an OpenAI-compatible server and measure latency, throughput and acceptance"
 TICK = 0.01  # seconds between two looks at the event loop
@@ -241,11 +242,11 @@ def _since(clock: float, record: RequestRecord) -> RequestRecord:
     return record
 
 
-def _acceptance(records: Sequence[RequestRecord], before: str, after: str) -> accepted.Acceptance | None:
+def _acceptance(records: Sequence[RequestRecord], before: str, after: str) -> Acceptance | None:
     """The requests' own accounts, which leave out what others do; else the server's counters."""
     good = [r for r in records if r.error_kind is None]
-    told = accepted.of_requests(r.speculative_decoding for r in good if r.speculative_decoding is not None)
-    return told or accepted.of_prometheus(before, after)
+    reported = of_requests(r.speculative_decoding for r in good if r.speculative_decoding is not None)
+    return reported or of_prometheus(before, after)
 
 
 async def _warm_up(generator: Generator, warmups: Sequence[SampleRequest], concurrency: int | None) -> None:

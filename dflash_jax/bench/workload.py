@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dflash_jax.base.errors import ConfigError
+from dflash_jax.text.request_files import SampleRequest, read_jsonl
 
 MOST_RANDOM = 1000  # prompts, unless told otherwise: vLLM's default
 FEW_RANDOM = 32  # the same of an engine on CPUs, which takes half a second for a prompt of 1,024 tokens
@@ -22,24 +21,6 @@ COMMON_WORDS = (
     "than into them can only other time new some could these two may first then do any like my now over such our man "
     "me even most made after also well did many must before back see through way where get much go good own"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """One request of a workload: text, token ids or messages, and the most tokens to answer with."""
-
-    prompt: str | list[int] | list[dict[str, Any]]
-    output_len: int
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether the prompt is a list of messages."""
-        return isinstance(self.prompt, list) and isinstance(self.prompt[0], dict)
-
-    @property
-    def is_text(self) -> bool:
-        """Whether the prompt is text."""
-        return isinstance(self.prompt, str)
 
 
 @dataclass(frozen=True)
@@ -85,45 +66,6 @@ def random_requests(
         ids = rng.integers(0, len(words) if as_text else vocab_size, input_len).tolist()
         requests.append(SampleRequest(" ".join(words[i] for i in ids) if as_text else ids, output_len))
     return requests
-
-
-def read_jsonl(path: Path, default_output_len: int) -> list[SampleRequest]:
-    """One request a line: `prompt` (text or token ids) or `messages`, and perhaps `output_tokens`.
-
-    Raises:
-        ConfigError: the file cannot be read, is empty, or a line is not such a request.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--dataset-path {path} cannot be read ({error}); give a JSONL file in UTF-8.") from error
-    requests = [
-        _request_of(line, default_output_len, f"{path}, line {number}")
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
-    if not requests:
-        raise ConfigError(f"--dataset-path {path} holds no request; give one JSON object a line.")
-    return requests
-
-
-def _request_of(line: str, default_output_len: int, where: str) -> SampleRequest:
-    try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where} is not JSON ({error}); give one JSON object a line.") from error
-    if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
-        raise ConfigError(f"{where} needs exactly one of 'prompt' and 'messages'.")
-    name = "prompt" if "prompt" in fields else "messages"
-    prompt, kind = fields[name], dict if name == "messages" else int
-    is_list = isinstance(prompt, list) and len(prompt) > 0 and all(type(part) is kind for part in prompt)
-    if not is_list and not (name == "prompt" and isinstance(prompt, str) and prompt):
-        allowed = "a list of messages" if name == "messages" else "text or a list of token ids"
-        raise ConfigError(f"{where}: {name!r} must be {allowed}, not empty.")
-    output_len = fields.get("output_tokens", default_output_len)
-    if type(output_len) is not int or output_len < 1:
-        raise ConfigError(f"{where}: output_tokens={output_len!r} must be an integer of at least 1.")
-    return SampleRequest(prompt, output_len)
 
 
 def arrival_times(num: int, request_rate: float, seed: int) -> list[float]:

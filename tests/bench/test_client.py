@@ -9,7 +9,7 @@ from dflash_jax.base.errors import ConfigError
 from dflash_jax.bench.client import CHAT, COMPLETIONS, CompletionReader, EventReader, complete, request_body
 from dflash_jax.bench.http import HttpClient, RequestFailedError
 from dflash_jax.bench.stats import RequestRecord
-from dflash_jax.bench.workload import SampleRequest
+from dflash_jax.text.request_files import SampleRequest
 from tests.bench.mock_server import BLOCK, DONE, delta, event, text, usage
 
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from dflash_jax.bench.acceptance import SpeculativeDecoding, of_engine, of_prometheus, of_requests
+from dflash_jax.base.acceptance import of_engine
+from dflash_jax.bench.acceptance import SpeculativeDecoding, of_prometheus, of_requests
 from dflash_jax.bench.stats import RequestRecord, peak_concurrency, spread, summarize
 
 

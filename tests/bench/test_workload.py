@@ -8,7 +8,8 @@ import pytest
 
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.bench.__main__ import parse_args
-from dflash_jax.bench.workload import RandomLengths, SampleRequest, arrival_times, load, random_requests, read_jsonl
+from dflash_jax.bench.workload import RandomLengths, arrival_times, load, random_requests
+from dflash_jax.text.request_files import SampleRequest, read_jsonl
 
 
 def draw(seed=0, ratio=0.5, vocab_size=256, **options):
