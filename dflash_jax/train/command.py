@@ -1,4 +1,4 @@
-"""The options of `python -m dflash_jax.train`, and what it does."""
+"""Flags of `python -m dflash_jax.train`, and the command."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dflash_jax.train.loop import train
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """A flag for each field of `TrainConfig`, and `--config`; what is not given stays away from the result."""
+    """A flag for each field of `TrainConfig`, and `--config`; flags that are not given are absent from the result."""
     parser = argparse.ArgumentParser(
         prog="python -m dflash_jax.train",
         description="Train a DFlash drafter for a target.",
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--config", type=Path, help="preset: a YAML file of these options; flags come before it")
+    parser.add_argument("--config", type=Path, help="preset: a YAML file of these options; flags override it")
     helps, kinds = _attribute_docs(), option_kinds()
     for field in fields(TrainConfig):
         default = "" if field.default is MISSING or field.default is None else f" (default: {field.default})"
@@ -45,7 +45,7 @@ def _attribute_docs() -> dict[str, str]:
 
 
 def parse(arguments: list[str] | None = None) -> TrainConfig:
-    """The options of a run: flags, then the preset, then defaults.
+    """Options of a run: flags come before the preset, the preset before defaults.
 
     Raises:
         ConfigError: the preset cannot be read, or an option is unknown, missing or impossible.
@@ -72,7 +72,7 @@ def _read_preset(path: Path) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run; returns the exit status."""
+    """Run the command; returns its exit status: 0, 1 after an error."""
     try:
         print(train(parse(arguments)))
     except DFlashError as error:

@@ -1,4 +1,4 @@
-"""What decides a training run: read from flags and from a preset in `configs/train/`, kept beside the checkpoints."""
+"""Options of a training run, from flags and from a preset in `configs/train/`; they are kept beside the checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dflash_jax.spec.draft import default_target_layer_ids, draft_config
 from dflash_jax.train.objective import Loss
 
 MASK_TOKENS = ("<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
-# Changing these changes neither what has been trained so far nor what is kept out of training.
+# A run may be resumed with other values of these: they change neither what was trained nor what was held out.
 FREE = ("eval_every", "eval_max_tokens", "save_every", "log_every", "data_parallel_size", "stop_at", "minutes")
 
 
@@ -26,40 +26,43 @@ class TrainConfig:
     Attributes:
         target: folder or Hugging Face Hub id of the target.
         data: folders of `dflash_jax.train.data`, or JSONL files.
-        out: where the drafter is written; checkpoints and logs lie in `training/` there.
-        draft_model: a drafter to go on from; its configuration then comes from it.
-        num_hidden_layers: of the drafter.
-        layer_types: "full_attention" or "sliding_attention" of each; None lets the last be full and the others slide.
+        out: folder the drafter is written to; checkpoints and logs lie in `training/` there.
+        draft_model: drafter to start from; its configuration is used in place of these options.
+        num_hidden_layers: layers of the drafter.
+        layer_types: "full_attention" or "sliding_attention" for each layer; None makes the last full and the others
+            slide.
         sliding_window: W of sliding layers, tokens.
-        block_size: G.
-        target_layer_ids: taps; None spreads as many as the drafter has layers.
+        block_size: G: the anchor and the tokens drafted in one pass.
+        target_layer_ids: capture layers of the target; None spreads as many as the drafter has layers.
         mask_token_id: None takes the tokenizer's mask token, or else the last row of the embedding.
-        intermediate_size: F; None takes the target's, as the other sizes.
+        intermediate_size: F; None takes the target's, as for the other sizes.
         loss: "decay" (fixed weights of positions) or "dpace" (weights by confidence).
-        gamma: of "decay"; None takes 7, 5 and 4 for blocks of 16, 10 and 8.
-        dpace_alpha: of "dpace".
-        num_anchors: blocks in a sequence of max_length tokens, fewer in shorter ones; redrawn each epoch.
+        gamma: decay of the weights of "decay"; None takes 7, 5 and 4 for blocks of 16, 10 and 8.
+        dpace_alpha: smoothing of the confidence of "dpace", 0 to 1.
+        num_anchors: blocks in a sequence of max_length tokens, fewer in shorter ones; drawn anew in each epoch.
         max_length: tokens of a sequence; longer ones are cut.
         batch_tokens: tokens of a step, padding included.
         epochs: passes over the data.
-        minutes: train so long instead, loading and compilation included; the learning rate then falls with time.
+        minutes: time to run in place of epochs: it covers loading, compilation, training and the evaluations, the last
+            included; the step that is running is finished, and the drafter is written after it. The learning rate falls
+            with time.
         optimizer: "adamw", or "muon", which learns more from each step.
-        learning_rate: at its height.
-        min_learning_rate: at the end, as a share of the height.
-        warmup_ratio: share of the steps.
-        weight_decay: of matrices.
-        max_grad_norm: bound on the gradient's norm.
+        learning_rate: its peak.
+        min_learning_rate: at the end, as a share of the peak.
+        warmup_ratio: share of the steps in which the learning rate rises.
+        weight_decay: decay of matrices.
+        max_grad_norm: bound on the norm of the gradient.
         dtype: to compute in; weights and optimizer are float32.
-        feature_cache: folder to keep target features in; None computes them in every step.
+        feature_cache: folder to keep the target's features in; None computes them in every step.
         data_parallel_size: devices that split the batch.
         tensor_parallel_size: devices that split each weight.
-        seed: of initial weights, order of the data and anchors.
+        seed: decides initial weights, order of the data and anchors.
         stop_at: steps after which to stop as if interrupted; None runs to the end.
         log_every: steps between lines of the log.
         save_every: steps between checkpoints.
         eval_every: steps between measurements of the acceptance length by the engine; 0 measures at the end only.
-        eval_samples: samples held out of training for that; 0 measures nothing, None takes a tenth of the data, at most
-            64.
+        eval_samples: samples held out of training to measure with; 0 measures nothing, None takes a tenth of the data,
+            at most 64.
         eval_max_tokens: tokens generated for each.
     """
 
@@ -101,7 +104,7 @@ class TrainConfig:
     eval_max_tokens: int = 128
 
     def __post_init__(self) -> None:
-        """Check what needs no file.
+        """Check values that need no file.
 
         Raises:
             ConfigError: a value is impossible.
@@ -141,20 +144,25 @@ class TrainConfig:
 
     @property
     def decay(self) -> float:
-        """Gamma, with the paper's values as defaults."""
+        """Gamma; defaults are the values of the paper."""
         return self.gamma if self.gamma is not None else {8: 4.0, 10: 5.0}.get(self.block_size, 7.0)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a run that goes on must have in common with the run that began."""
+        """Options that a resumed run must have in common with the run that began."""
         return {name: value for name, value in asdict(self).items() if name not in FREE and name != "out"}
 
 
 def draft_config_of(config: TrainConfig, target: TargetConfig, mask_token_id: int) -> DraftConfig:
-    """The drafter that a run asks for: the target's sizes, with plain RoPE and norms of queries and keys.
+    """The configuration of the drafter to train: sizes of the target, plain RoPE, norms of queries and keys.
+
+    Args:
+        config: options of the run.
+        target: its configuration.
+        mask_token_id: as `mask_token_of` finds it.
 
     Raises:
-        ConfigError: layer types or taps do not fit.
+        ConfigError: layer types or capture layers do not fit.
     """
     layers = config.num_hidden_layers
     types = config.layer_types or ("sliding_attention",) * (layers - 1) + ("full_attention",)

@@ -71,10 +71,7 @@ def train(config: TrainConfig) -> Path:
         stepper = _compiled(config, pair, optimizer, batches, state, mesh)
         scorer = Scorer(config, pair, held_out)
         if config.minutes is not None and deadline is not None:
-            reserved = scorer.rehearse(state.params)
-            if not first:
-                refuse_too_few_minutes(config.minutes, deadline, reserved)
-            deadline -= reserved
+            deadline -= reserve_evaluation(config.minutes, deadline, scorer, state.params, resumed=first > 0)
         what = "training steps" if config.minutes is None else f"training steps in {config.minutes:g} minutes"
         with phase(what, steps, first=first) as now, Logs(out / "training", now) as logs:
             pace = make_pace(steps, deadline, float(state.progress))
@@ -85,6 +82,20 @@ def train(config: TrainConfig) -> Path:
                 raise ConfigError(f"{out} holds no step to write; let the run make one.")
             write_draft(out, pair, checkpoints.restore(best, state).params)
     return out
+
+
+def reserve_evaluation(minutes: float, deadline: float, scorer: Scorer, params: Params, *, resumed: bool) -> float:
+    """Seconds of a budget to keep for the evaluation at the end, found by a rehearsal.
+
+    Raises:
+        ConfigError: no time is left to train, and no earlier start has made a step.
+    """
+    if not resumed:
+        refuse_too_few_minutes(minutes, deadline, 0.0)
+    reserved = scorer.rehearse(params)
+    if not resumed:
+        refuse_too_few_minutes(minutes, deadline, reserved)
+    return reserved
 
 
 def read_data(config: TrainConfig, pair: Pair) -> tuple[Dataset, list[Sample]]:

@@ -44,6 +44,6 @@ def refuse_too_few_minutes(minutes: float, deadline: float, reserved: float) -> 
     if left <= reserved:
         raise ConfigError(
             f"minutes={minutes:g} leaves no time to train: loading and compilation took {minutes - left / 60:.1f} "
-            f"minutes and the evaluation at the end needs about {reserved / 60:.1f}; raise minutes, or lower "
-            "eval_samples or eval_max_tokens."
+            f"minutes and the evaluation at the end needs {reserved / 60:.1f}; raise minutes, or lower eval_samples or "
+            "eval_max_tokens."
         )
