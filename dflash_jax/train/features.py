@@ -49,8 +49,8 @@ class FeatureCache:
         dtype = jax.tree.leaves(params)[0].dtype
         digest = hashlib.sha256(dataset.tokens.tobytes() + dataset.starts.tobytes())
         digest.update(repr((target, taps, str(dtype))).encode())
-        for path, array in jax.tree_util.tree_leaves_with_path(params):
-            digest.update(f"{jax.tree_util.keystr(path)} {array.shape} {checksum(array).tolist()}".encode())
+        for keys, array in jax.tree_util.tree_leaves_with_path(params):
+            digest.update(f"{jax.tree_util.keystr(keys)} {array.shape} {checksum(array).tolist()}".encode())
         shape = (len(dataset.tokens), len(taps) * target.hidden_size)
         path, description = folder / f"{digest.hexdigest()[:16]}.bin", {"shape": shape, "dtype": str(dtype)}
         cache = FeatureCache(
