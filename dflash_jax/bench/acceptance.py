@@ -19,7 +19,14 @@ COUNTERS = {
 
 
 class SpeculativeDecoding(msgspec.Struct):
-    """vLLM's `metrics.speculative_decoding` of one request; entry j of the histogram counts steps that accept j."""
+    """vLLM's `metrics.speculative_decoding` of one request.
+
+    Attributes:
+        num_spec_steps: rounds.
+        num_draft_tokens: tokens drafted.
+        num_accepted_draft_tokens: drafts accepted.
+        acceptance_histogram: entry j counts the rounds that accepted j drafts.
+    """
 
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
@@ -28,7 +35,7 @@ class SpeculativeDecoding(msgspec.Struct):
 
     @property
     def is_consistent(self) -> bool:
-        """Whether its sums agree."""
+        """Whether its sums agree with its histogram."""
         histogram = self.acceptance_histogram
         return (
             sum(histogram) == self.num_spec_steps
@@ -38,7 +45,7 @@ class SpeculativeDecoding(msgspec.Struct):
 
 
 def of_requests(blocks: Iterable[SpeculativeDecoding]) -> Acceptance | None:
-    """The sum over requests whose own sums agree; None if there are none."""
+    """Sum over the requests whose reports are consistent; None if there is none."""
     counted = [block for block in blocks if block.is_consistent]
     if not counted:
         return None
@@ -56,7 +63,7 @@ def of_requests(blocks: Iterable[SpeculativeDecoding]) -> Acceptance | None:
 
 
 def of_prometheus(before: str, after: str) -> Acceptance | None:
-    """What two readings of /metrics tell by vLLM's counters, under any prefix; None if they are not there."""
+    """The growth of vLLM's counters between two readings of /metrics, under any prefix; None if they are absent."""
     first, last = _counters(before), _counters(after)
     if not set(COUNTERS) <= set(last):
         return None
@@ -65,14 +72,14 @@ def of_prometheus(before: str, after: str) -> Acceptance | None:
 
 
 def _counters(text: str) -> dict[str, float]:
-    """The counters by our names. A server may export one under several prefixes: one of them is read."""
+    """The counters by our names. If a server exports one under several prefixes, the first is read."""
     sums: dict[str, float] = defaultdict(float)
     for name, value in SAMPLE.findall(text):
         if name.endswith(tuple(COUNTERS.values())):
             sums[name] += float(value)
-    found = {}
+    counters = {}
     for ours, suffix in COUNTERS.items():
         names = sorted(name for name in sums if name.endswith(suffix))
         if names:
-            found[ours] = sums[names[0]]
-    return found
+            counters[ours] = sums[names[0]]
+    return counters
