@@ -42,8 +42,8 @@ def refuse_too_few_minutes(minutes: float, deadline: float, reserved: float) -> 
     """
     left = deadline - time.monotonic()
     if left <= reserved:
+        needs = f" and the evaluation at the end needs {reserved / 60:.1f}" if reserved else ""
         raise ConfigError(
             f"minutes={minutes:g} leaves no time to train: loading and compilation took {minutes - left / 60:.1f} "
-            f"minutes and the evaluation at the end needs {reserved / 60:.1f}; raise minutes, or lower eval_samples or "
-            "eval_max_tokens."
+            f"minutes{needs}; raise minutes, or lower max_length, eval_samples or eval_max_tokens."
         )
