@@ -71,10 +71,10 @@ def _read_preset(path: Path) -> dict[str, Any]:
     return raw
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, 1 after an error."""
+def main(arguments: list[str] | None = None, *, began: float | None = None) -> int:
+    """Run the command; returns its exit status: 0, 1 after an error. `began` is that of `train`."""
     try:
-        print(train(parse(arguments)))
+        print(train(parse(arguments), began=began))
     except DFlashError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -43,9 +43,9 @@ class TrainConfig:
         max_length: tokens of a sequence; longer ones are cut.
         batch_tokens: tokens of a step, padding included.
         epochs: passes over the data.
-        minutes: time to run in place of epochs: it covers loading, compilation, training and the evaluations, the last
-            included; the step that is running is finished, and the drafter is written after it. The learning rate falls
-            with time.
+        minutes: time to run in place of epochs: it covers imports, loading, compilation, training and the evaluations,
+            the last included; the step that is running is finished, and the drafter is written after it. The learning
+            rate falls with time.
         optimizer: "adamw", or "muon", which learns more from each step.
         learning_rate: its peak.
         min_learning_rate: at the end, as a share of the peak.

@@ -42,14 +42,18 @@ from dflash_jax.weights.loader import Params
 Stepper = Callable[[TrainState, np.ndarray, Batch, float], tuple[TrainState, Measured]]
 
 
-def train(config: TrainConfig) -> Path:
+def train(config: TrainConfig, *, began: float | None = None) -> Path:
     """Train a drafter, or resume the run that the folder holds; returns the folder it was written to.
+
+    Args:
+        config: options of the run.
+        began: when the command began, as `time.monotonic` counts: `minutes` counts from then. None is now.
 
     Raises:
         ConfigError: an option, the data or the drafter does not fit.
         CheckpointError: the target, or a checkpoint, cannot be loaded.
     """
-    deadline = deadline_of(config.minutes)
+    deadline = deadline_of(config.minutes, began)
     with phase("starting the devices"):
         enable_compilation_cache()
         mesh, out = make_mesh(config), Path(config.out)

@@ -8,9 +8,16 @@ from collections.abc import Callable
 from dflash_jax.base.errors import ConfigError
 
 
-def deadline_of(minutes: float | None) -> float | None:
-    """When a run of so many minutes that begins now must end, as `time.monotonic` counts; None without a limit."""
-    return None if minutes is None else time.monotonic() + 60 * minutes
+def deadline_of(minutes: float | None, began: float | None) -> float | None:
+    """When a run must end, as `time.monotonic` counts.
+
+    Args:
+        minutes: its budget; None sets no limit.
+        began: when it began; None is now.
+    """
+    if minutes is None:
+        return None
+    return (time.monotonic() if began is None else began) + 60 * minutes
 
 
 def make_pace(steps: int | None, deadline: float | None, before: float) -> Callable[[int], float]:

@@ -224,6 +224,8 @@ def test_minutes_cover_the_evaluation_at_the_end(data, tmp_path, monkeypatch, ev
 def test_too_few_minutes_are_refused_before_the_first_step(data, tmp_path):
     with pytest.raises(ConfigError, match=r"minutes=0.001 leaves no time to train: loading and compilation took 0\.\d"):
         train(config_of(data, tmp_path / "draft", minutes=1e-3))
+    with pytest.raises(ConfigError, match=r"minutes=5 leaves no time to train: loading and compilation took [5-9]"):
+        train(config_of(data, tmp_path / "draft", minutes=5), began=time.monotonic() - 301)  # imports count
 
 
 def test_time_goes_on_where_an_earlier_start_ended(monkeypatch):
