@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
+from dflash_jax.base.acceptance import histogram_lines, of_engine
 from dflash_jax.base.errors import ConfigError, DFlashError
 from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams
-from dflash_jax.bench.acceptance import of_engine
-from dflash_jax.bench.report import histogram_lines
 from dflash_jax.llm import LLM
 from dflash_jax.loading import find_models, load_llm
 from dflash_jax.options.flags import HelpFormatter, add_engine_arguments
@@ -20,7 +19,7 @@ from dflash_jax.progress import phase
 EMBEDDED_PROMPT = (
     'class Node:\n    """A node of a binary tree."""\n\n    def __init__(self, value, left=None, right=None):\n'
 )
-WARM_UP_TOKENS = 32  # before a request alone
+WARM_UP_TOKENS = 32  # generated before the clock runs
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class Run:
     """A finished request.
 
     Attributes:
-        output: its last.
-        num_compiles: programs that were compiled while the clock ran.
+        output: its last output.
+        num_compiles: programs compiled while the clock ran.
     """
 
     output: RequestOutput
@@ -37,14 +36,14 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """From the call to the last token, the prompt included."""
+        """Tokens / time from the call to the last token, prefill included."""
         seconds = self.output.metrics.finished_time
         assert seconds is not None
         return len(self.output.outputs[0].token_ids) / seconds
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m dflash_jax.generate",
         description="Complete a prompt. The text is standard output; how fast it was, and how many tokens each round "
@@ -81,11 +80,11 @@ def main(arguments: list[str] | None = None) -> int:
         with phase("warming up") as now:
             prompt, params = _prompt(args, llm), sampling_params(args)
             plain_params = replace(params, speculation=False)
-            for each in (params, plain_params) if args.compare else (params,):
+            for way in (params, plain_params) if args.compare else (params,):
                 if args.compare:
-                    llm.compile(prompt, each, within=now.within)
-                most = min(args.max_tokens, WARM_UP_TOKENS)
-                llm.generate(prompt, replace(each, max_tokens=most, min_tokens=min(args.min_tokens, most)))
+                    llm.compile(prompt, way, within=now.within)
+                limit = min(args.max_tokens, WARM_UP_TOKENS)
+                llm.generate(prompt, replace(way, max_tokens=limit, min_tokens=min(args.min_tokens, limit)))
         run = generate(llm, prompt, params, show=True, as_text=args.prompt_token_ids is None)
         plain = generate(llm, prompt, plain_params, show=False) if args.compare else None
         console.print(f"\n{summary(run, plain, block=llm.config.num_speculative_tokens + 1)}", highlight=False)
@@ -96,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def load(args: argparse.Namespace) -> LLM:
-    """The models of a command line.
+    """Load the models of a command line.
 
     Raises:
         ConfigError: an option is impossible, or there is no drafter to compare with.
@@ -109,10 +108,10 @@ def load(args: argparse.Namespace) -> LLM:
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """How a command line wants tokens sampled.
+    """Sampling parameters of a command line.
 
     Raises:
-        RequestError: a value is outside its range.
+        RequestError: a value is outside of its range.
     """
     return SamplingParams(
         max_tokens=args.max_tokens,
@@ -128,10 +127,17 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def generate(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool, as_text: bool = True) -> Run:
-    """Complete the prompt; with `show`, write it to standard output as it comes, as text or as ids.
+    """Complete the prompt.
+
+    Args:
+        llm: the engine.
+        prompt: to complete.
+        params: sampling parameters.
+        show: write the output to standard output as it comes.
+        as_text: write text; else token ids.
 
     Raises:
-        DFlashError: it cannot be served, or failed.
+        DFlashError: the request cannot be served, or failed.
     """
     before, shown = llm.engine.num_compiles, ""
     for output in llm.stream(prompt, params):
@@ -148,12 +154,12 @@ def generate(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool, as
 
 
 def summary(run: Run, plain: Run | None, *, block: int) -> str:
-    """Speed, beside that of plain decoding if it is known, mean acceptance length and its histogram.
+    """Speed, the ratio to plain decoding, mean acceptance length and its histogram, as lines.
 
     Args:
-        run: of the request.
-        plain: the same without the drafter.
-        block: the most tokens that a round can emit.
+        run: the request.
+        plain: the request without the drafter; None if it was not run.
+        block: tokens that a round emits at most.
     """
     metrics, completion = run.output.metrics, run.output.outputs[0]
     lines = [

@@ -1,9 +1,10 @@
-"""Speculation that pays nothing must cost nothing: tokens/s plain, and with adaptive length.
+"""Measure that speculation which gains nothing costs nothing: tokens/s plain, and with adaptive length.
 
-"unused" has a drafter and never drafts: what it lacks to plain is the price of the drafter's context, and what
-"adaptive" lacks to it that of choosing and trying. "fixed" verifies every block.
+"unused" has a drafter and never drafts: its loss against plain decoding is the cost of the drafter's context. The
+further loss of "adaptive" is the cost of choosing lengths and of trials. "fixed" verifies every block.
 
-Random weights of a Qwen3-8B and of a five-layer drafter, made on the device: no draft is ever right, the worst case.
+The weights of a Qwen3-8B and of a five-layer drafter are random, made on the device: no draft is ever right, the worst
+case.
 
     python scripts/bench_adaptive.py --batches 1 4 16 --context 1024 --json scripts/bench_adaptive_h200.json
 """
@@ -35,11 +36,11 @@ from dflash_jax.parallel.platform import enable_compilation_cache
 from dflash_jax.spec import DraftConfig, TargetConfig
 from pallas_kernels.lib.timing import save
 
-SLIDING_WINDOW = 2048  # of all layers of the drafter but the last
+SLIDING_WINDOW = 2048  # tokens; all layers of the drafter but the last slide
 
 
 class CountedLengths(BlockLengths):
-    """Counts what it chooses."""
+    """Block lengths that also count how often each is chosen."""
 
     def __init__(self, lengths: tuple[int, ...], max_num_seqs: int):
         super().__init__(lengths, max_num_seqs)
@@ -48,19 +49,19 @@ class CountedLengths(BlockLengths):
     def choose_ready(
         self, rows: int, slots: Seq[int], offered: Seq[int], ready: Seq[int], *, is_timed: bool = True
     ) -> tuple[int, int]:
-        """As usual."""
+        """Choose a length, and count it."""
         length, wanted = super().choose_ready(rows, slots, offered, ready, is_timed=is_timed)
         self.chosen[length] += 1
         return length, wanted
 
 
 def compile_for(engine: Engine, batches: list[int], context: int, tokens: int) -> None:
-    """Compile the programs that this load needs, and these alone."""
+    """Compile the programs of this load, and no others."""
     engine.compile(Load(max(batches), frozenset({context}), context + tokens, frozenset({"greedy"})))
 
 
 def run(engine: Engine, batch: int, context: int, tokens: int, *, speculation: bool) -> dict[str, Any]:
-    """Decode `tokens` for each of a batch of random prompts; times the second half, when all decode."""
+    """Decode `tokens` tokens for each of a batch of random prompts; the second half, in which all decode, is timed."""
     sequences = random_sequences(batch, context, tokens, engine.spec.target.vocab_size, speculation=speculation)
     engine.add(sequences)
     lengths = engine.planner.lengths
@@ -91,11 +92,11 @@ def run(engine: Engine, batch: int, context: int, tokens: int, *, speculation: b
 
 
 def measure(name: str, models: Seq[Model], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All batches and repeats of one kind of speculation; each repeat knows of nothing that was learned before."""
+    """Measure all batches and repeats of one kind of speculation; each repeat starts without learned lengths."""
     target, draft = models[0], None if name == "plain" else models[1]
     assert isinstance(target.config, TargetConfig)
     draft_config = draft.config if draft and isinstance(draft.config, DraftConfig) else None
-    given = EngineArgs(
+    engine_args = EngineArgs(
         max_num_seqs=max(args.batches),
         max_model_len=args.context + args.tokens + 64,
         num_speculative_tokens=draft_config.block_size - 1 if draft_config and name == "fixed" else None,
@@ -103,7 +104,7 @@ def measure(name: str, models: Seq[Model], args: argparse.Namespace) -> list[dic
         draft_quantization=args.draft_quantization if draft_config else None,
         compile_at_start=False,
     )
-    config = EngineConfig.of(given, target.config, draft_config)
+    config = EngineConfig.of(engine_args, target.config, draft_config)
     started = time.perf_counter()
     engine = Engine(target, draft, mesh=Mesh.of(1), config=config)
     compile_for(engine, args.batches, args.context, args.tokens)
@@ -114,22 +115,22 @@ def measure(name: str, models: Seq[Model], args: argparse.Namespace) -> list[dic
             engine.planner.lengths = CountedLengths(engine.shapes.lengths, config.max_num_seqs)
         for batch in args.batches:
             engine.scheduler.flush_cache()
-            found = run(engine, batch, args.context, args.tokens, speculation=name != "unused")
-            rows.append(row | {"batch": batch, "repeat": repeat, "compiles": engine.num_compiles} | found)
+            figures = run(engine, batch, args.context, args.tokens, speculation=name != "unused")
+            rows.append(row | {"batch": batch, "repeat": repeat, "compiles": engine.num_compiles} | figures)
             print(rows[-1], flush=True)
     return rows
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """Add to each row its speed over the median of plain decoding at its batch size, if that was run; print medians."""
+    """Add to each row its speed over the median of plain decoding at its batch size, if measured; print medians."""
     speeds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for row in rows:
         speeds[row["speculation"], row["batch"]].append(row["tokens_per_s"])
     for row in rows:
         if plain := speeds.get(("plain", row["batch"])):
             row["over_plain"] = row["tokens_per_s"] / statistics.median(plain)
-    for (name, batch), found in speeds.items():
-        median, plain = statistics.median(found), speeds.get(("plain", batch))
+    for (name, batch), samples in speeds.items():
+        median, plain = statistics.median(samples), speeds.get(("plain", batch))
         over = f", {median / statistics.median(plain):.3f} of plain" if plain else ""
         print(f"{name:9} batch {batch:3}: {median:.1f} tokens/s{over}")
 
@@ -160,7 +161,7 @@ def main() -> None:
     for name in args.speculation:
         rows += measure(name, models, args)
         compare(rows)
-        if args.json:  # after each: what was measured outlives what comes
+        if args.json:  # after each: an interrupted run keeps them
             save(args.json, rows, command=" ".join(sys.argv))
 
 

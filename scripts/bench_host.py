@@ -1,14 +1,14 @@
-"""Measure what a round costs the host: `Engine.step` with the compiled steps replaced by stubs that are ready at once.
+"""Measure what a round costs the host: `Engine.step` with stubs in place of compiled steps; their results are ready.
 
     python scripts/bench_host.py [--slots 32] [--case fixed] [--profile] [--json host.json]
 
-A model without weights to speak of, but with the layers and the vocabulary of Qwen3-8B and a drafter of sliding layers
-and a full one, runs on every slot. All that the engine does on the host is real. Instead of a step, an empty program of
-the same arguments is enqueued: that uploads what comes from the host, and costs what it costs to hand over the
-parameters of so many layers. It hands over all of them, where `draft` and `commit` leave out what they do not need.
-Nothing waits for a device. The stubs emit tokens of a real text, so that the tokenizer has something real to decode.
+The model is of negligible width, but has the layers and the vocabulary of Qwen3-8B and a drafter of sliding layers and
+a full one; it runs on every slot. All work of the engine on the host is real. In place of a step an empty program with
+the same arguments is enqueued: it uploads host arrays, and costs what handing over the parameters of so many layers
+costs. It takes all parameters, while `draft` and `commit` leave out those they do not need. Nothing waits for a device.
+The stubs emit tokens of a real text, so that the tokenizer decodes real text.
 
-Times are wall clock: look at the load of the machine before you believe them.
+Times are wall clock: check the load of the machine before using them.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from dflash_jax.weights.folder import EMBEDDED
 from dflash_jax.weights.tables import checkpoint_shape, checkpoint_table
 
 ROOT = Path(__file__).resolve().parents[1]
-BAR_MS = 1.0  # a round of the plain cases, at 32 slots
+BAR_MS = 1.0  # target of a round of the plain cases at 32 slots
 MODEL_LEN, BLOCK, WINDOW, VOCABULARY = 32_768, 16, 2048, 151_936
-ALTERNATIVES = 20  # log-probabilities that a step reports of each token, however few are wanted
-WARM_UP = 20  # rounds that are not counted
+ALTERNATIVES = 20  # log-probabilities that a step computes for each token, however few are asked for
+WARM_UP = 20  # rounds before the measured ones
 
 DECODER = {
     "vocab_size": VOCABULARY,
@@ -91,14 +91,14 @@ DRAFT = DECODER | {
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked of the engine.
+    """A load on the engine.
 
     Attributes:
         drafts: `num_speculative_tokens`; None lets the engine choose.
         context: tokens of each prompt.
-        params: of every request, beside greedy sampling and enough tokens to outlast the measurement; a sequence that
-            ends is replaced by another.
-        is_streamed: whether a snapshot is taken of whatever has changed, as `LLM.stream` does.
+        params: sampling parameters of every request, beside greedy sampling and enough tokens to outlast the
+            measurement; a sequence that ends is replaced by a new one.
+        is_streamed: whether a snapshot of every changed output is taken, as `LLM.stream` does.
     """
 
     drafts: int | None = BLOCK - 1
@@ -122,14 +122,14 @@ PLAIN = ("fixed", "adaptive")
 
 
 class Clock:
-    """Seconds of each part of the work, without those of the parts inside it."""
+    """Seconds of each part of the work, without those of parts inside of it."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._inside = [0.0]
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same callable, watched."""
+        """The callable, with its time added to a part."""
 
         def watched(*args: Any, **options: Any) -> Any:
             began = time.perf_counter()
@@ -144,7 +144,7 @@ class Clock:
         return watched
 
 
-PARTS = {  # by name: whose attribute does it
+PARTS = {  # the class or module and the attribute that do a part, by its name
     "admit": (Scheduler, "admit"),
     "prefill": (host.Engine, "_enqueue_chunk"),
     "reserve": (host.Engine, "_reserve_rounds"),
@@ -162,11 +162,11 @@ PARTS = {  # by name: whose attribute does it
     "snapshot": (Request, "output"),
 }
 DISPATCH = "dispatch"
-DEVICE = "device"  # what stands in for it: not the host's
+DEVICE = "device"  # time of the stubs themselves, which is not counted
 
 
 class Stubs:
-    """Steps that take what they are given and compute nothing, in the place of compiled programs."""
+    """Steps that compute nothing, in place of compiled programs."""
 
     def __init__(self, clock: Clock, text: list[int], tokens: int, rng: np.random.Generator):
         self._text, self._tokens, self._rng = np.array(text, np.int32), tokens, rng
@@ -200,16 +200,16 @@ class Stubs:
         slots, controls = self._dispatch((params, rows, hidden, block, sampler, allowed), (slots, controls))
         return slots, controls, self._emit(*hidden.shape[:2], program.static["mode"] == "reported")
 
-    def _dispatched(self, given: Any, state: Any) -> Any:
-        """Hand flat arrays to an empty program, as `Program.__call__` does, and give the donated ones back."""
-        first, *others = given
+    def _dispatched(self, arguments: Any, state: Any) -> Any:
+        """Pass flat arrays to an empty program, as `Program.__call__` does, and return the donated ones."""
+        first, *others = arguments
         parameters = first.leaves if isinstance(first, FlatParams) else jax.tree.leaves(first)
         donated, structure = jax.tree.flatten(state)
         leaves = [*parameters, *jax.tree.leaves(others), *donated]
         return structure.unflatten(nothing(len(leaves), len(donated))(*leaves))
 
     def _emitted(self, rows: int, length: int, with_logprobs: bool) -> Emitted:
-        """Tokens of the text in any order: new arrays each time, since an array that was read once is read for free."""
+        """Random tokens of the text, in new arrays each time: reading an array a second time is free."""
         shape, rng = (rows, length), self._rng
         tokens = rng.choice(self._text, shape)
         count = np.minimum(rng.integers(1, 2 * self._tokens, rows), length).astype(np.int32)
@@ -223,13 +223,13 @@ class Stubs:
 
 @cache
 def nothing(number: int, donated: int) -> Any:
-    """An empty program, which takes so many arrays and gives the last ones back, which are donated."""
+    """An empty program that takes `number` arrays and returns the last `donated` ones, which are donated."""
     last = range(number - donated, number)
     return jax.jit(lambda *leaves: [leaves[i] for i in last], donate_argnums=tuple(last), keep_unused=True)
 
 
 def found_compiled(find: Callable[..., Program]) -> Callable[..., Program]:
-    """`Programs.find`, whose programs seem to be compiled."""
+    """A `Programs.find` that returns programs which seem to be compiled."""
 
     def found(*arguments: Any) -> Program:
         program = find(*arguments)
@@ -241,12 +241,15 @@ def found_compiled(find: Callable[..., Program]) -> Callable[..., Program]:
 
 @cache
 def ready(*shape: int) -> jax.Array:
-    """An array that has been computed."""
+    """An array of zeros that has been computed."""
     return jax.block_until_ready(jnp.zeros(shape, jnp.int32))
 
 
 def write_pair(folder: Path) -> tuple[Path, Path]:
-    """Folders of a target and a drafter of zeros; with the embedded tokenizer, whose tokens come first in theirs."""
+    """Write a target and a drafter of zeros, with the embedded tokenizer.
+
+    The tokens of the tokenizer are the first of the models' larger vocabulary.
+    """
     for name, raw, read in (("target", TARGET, target_config), ("draft", DRAFT, draft_config)):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(raw))
@@ -260,9 +263,9 @@ def write_pair(folder: Path) -> tuple[Path, Path]:
 
 
 def measure(case: Case, pair: tuple[Path, Path], args: argparse.Namespace, profiler: cProfile.Profile | None) -> dict:
-    """Run a case; milliseconds a round, as a whole and by part."""
+    """Run a case; returns milliseconds a round, in total and by part."""
     rng = np.random.default_rng(args.seed)
-    with mock.patch.object(Mesh, "is_cpu", False):  # rounds as accelerators run them
+    with mock.patch.object(Mesh, "is_cpu", False):  # rounds are those of accelerators
         frontend, engine = load(
             *pair,
             EngineArgs(max_num_seqs=args.slots, num_speculative_tokens=case.drafts, kv_cache_memory_bytes=1 << 30),
@@ -305,7 +308,7 @@ def measure(case: Case, pair: tuple[Path, Path], args: argparse.Namespace, profi
             changed = step()
             if profiler:
                 profiler.disable()
-            if number >= WARM_UP and engine.num_compiles == compiles:  # a prefill of a new shape is a new program
+            if number >= WARM_UP and engine.num_compiles == compiles:  # a round that compiled a program is not counted
                 rounds.append({part: 1e3 * seconds for part, seconds in clock.seconds.items() if part != DEVICE})
             for _ in [sequence for sequence in changed if sequence.finished]:
                 request()
@@ -321,7 +324,7 @@ def measure(case: Case, pair: tuple[Path, Path], args: argparse.Namespace, profi
 
 
 def machine() -> dict:
-    """Where this runs, and how busy it was."""
+    """The hardware and software, and the load of the machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line for line in lines if line.startswith("model name")), platform.machine())
     return {

@@ -1,13 +1,13 @@
-"""Make the drafters' training data, or prompts for it, out of what `python_corpus.py` gathered.
+"""Make training data of drafters, or prompts for it, from the corpus of `python_corpus.py`.
 
     python scripts/code_prompts.py files --corpus build/corpus --tokenizer build/embedded/target --out prompts.jsonl
     python scripts/code_prompts.py chat --corpus build/corpus --out code_prompts_chat.jsonl
     python scripts/code_prompts.py pieces --corpus build/corpus --out text.jsonl
 
-`files` cuts beginnings out of training files for a model that completes them: {"prompt": text}, from the begin of a
-file or of a class or function to the end of a line. `chat` writes what a person would ask an instruct model about
-documented functions: {"messages": [{"role": "user", "content": text}]}. `pieces` are of the files themselves: {"text":
-text}, for a drafter that learns from text that its target was trained on. Held-out files are never read.
+`files` cuts prompts out of training files for a model that completes them: {"prompt": text}, from the begin of a file,
+class or function to the end of a line. `chat` writes what a person would ask an instruct model about documented
+functions: {"messages": [{"role": "user", "content": text}]}. `pieces` writes pieces of the files themselves: {"text":
+text}, for a drafter that learns from the text that its target was trained on. Held-out files are never read.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ import numpy as np
 from tokenizers import Tokenizer
 from train_embedded import read_texts
 
-PIECE = (300, 2400)  # characters of a piece
-LENGTHS = (32, 512)  # tokens of a prompt that is completed
+PIECE = (300, 2400)  # characters of a piece: limits
+LENGTHS = (32, 512)  # tokens of a prompt to complete: limits
 BEGINNINGS = re.compile(r"^[ \t]*(?:(?:async )?def|class|@\w)", re.MULTILINE)
-WHOLE_FILES = 0.2  # of the prompts begin with their file
-LINES = (3, 40)  # of a function
-DOCSTRING = (40, 800)  # characters
+WHOLE_FILES = 0.2  # share of prompts that begin where their file begins
+LINES = (3, 40)  # lines of a function: limits
+DOCSTRING = (40, 800)  # characters of a docstring: limits
 BUGS = {" == ": " != ", " < ": " >= ", " > ": " <= ", " + ": " - ", " not ": " ", " and ": " or ", "[0]": "[1]"}
 
 
 def cut_prompt(text: str, tokenizer: Tokenizer, rng: np.random.Generator) -> str | None:
-    """A prompt of a file, or None if what was chosen is too short. Half of them end in a newline."""
+    """A prompt cut out of a file, or None if the rest of the file is too short. Half of them end in a newline."""
     beginning = BEGINNINGS.search(text, int(rng.integers(len(text)))) if rng.random() >= WHOLE_FILES else None
     start = beginning.start() if beginning else 0
-    least, most = LENGTHS
-    wanted = int(np.exp(rng.uniform(np.log(least), np.log(most))))
+    shortest, longest = LENGTHS
+    wanted = int(np.exp(rng.uniform(np.log(shortest), np.log(longest))))
     rest = text[start : start + 8 * wanted]
     ends = [end for _, end in tokenizer.encode(rest, add_special_tokens=False).offsets]
-    if len(ends) < least:
+    if len(ends) < shortest:
         return None
-    end = rest.rfind("\n", ends[least - 1], ends[min(wanted, len(ends)) - 1])
+    end = rest.rfind("\n", ends[shortest - 1], ends[min(wanted, len(ends)) - 1])
     if end < 0:
         return None
     return rest[: end + int(rng.integers(2))]
 
 
 def file_prompts(texts: list[str], tokenizer: Tokenizer, rng: np.random.Generator) -> Iterator[str]:
-    """Prompts without end, none of them twice; files are taken in proportion to their lengths."""
+    """Prompts without end, each different; files are chosen in proportion to their lengths."""
     lengths = np.array([len(text) for text in texts], np.float64)
     seen: set[str] = set()
     while True:
@@ -66,13 +66,16 @@ def file_prompts(texts: list[str], tokenizer: Tokenizer, rng: np.random.Generato
 
 
 def file_pieces(texts: list[str], rng: np.random.Generator) -> Iterator[str]:
-    """Pieces of all files, which begin at a line, in any order; those of a file meet, and the first is shorter."""
-    least, most = PIECE
+    """Pieces of all files in random order; each begins at a line.
+
+    Pieces of a file adjoin, and the first of them is shorter.
+    """
+    shortest, longest = PIECE
     pieces = []
     for text in texts:
-        for start in range(-int(rng.integers(most)), len(text) - least, most):
-            piece = text[text.find("\n", start) + 1 if start > 0 else 0 : start + most]
-            if len(piece) >= least:
+        for start in range(-int(rng.integers(longest)), len(text) - shortest, longest):
+            piece = text[text.find("\n", start) + 1 if start > 0 else 0 : start + longest]
+            if len(piece) >= shortest:
                 pieces.append(piece)
     return (pieces[i] for i in rng.permutation(len(pieces)))
 
@@ -94,22 +97,22 @@ class Function:
 
 def functions(text: str) -> list[Function]:
     """The documented functions and methods of a file that are neither trivial nor long."""
-    lines, found = text.splitlines(), []
+    lines, documented = text.splitlines(), []
     for node in ast.walk(parse(text)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(node.body) < 2:
             continue
         if node.name.startswith("__"):
-            continue  # it means little without its class
+            continue  # special methods mean little without their class
         docstring, end = ast.get_docstring(node) or "", node.end_lineno or 0
         if not (within(LINES, end - node.lineno + 1) and within(DOCSTRING, len(docstring)) and docstring.isascii()):
             continue
         source = textwrap.dedent("\n".join(lines[node.lineno - 1 : end])).split("\n")
         if source[0].startswith((" ", "\t")):
-            continue  # a string in it stands further left than its code
+            continue  # a string in it has less indentation than its code
         first = node.body[1].lineno - node.lineno
         head, body = ("\n".join(part) for part in (source[:first], source[first:]))
-        found.append(Function(node.name, head.rstrip(), body, docstring))
-    return found
+        documented.append(Function(node.name, head.rstrip(), body, docstring))
+    return documented
 
 
 def parse(text: str) -> ast.Module:
@@ -127,7 +130,7 @@ def fenced(code: str) -> str:
 
 
 def with_bug(function: Function, rng: np.random.Generator) -> str:
-    """The function's source, in which one operator is another if it has any."""
+    """The source of the function with one operator changed, if it has one."""
     places = [(match.start(), wrong) for wrong in BUGS for match in re.finditer(re.escape(wrong), function.body)]
     body = function.body
     if places:
@@ -137,7 +140,7 @@ def with_bug(function: Function, rng: np.random.Generator) -> str:
 
 
 def without_docstring(function: Function) -> str:
-    """The function's source less its docstring, as `ast` writes it."""
+    """The source of the function without its docstring, as `ast` writes it."""
     tree = parse(f"{function.head}\n{function.body}")
     (node,) = tree.body
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -164,15 +167,15 @@ PHRASES: tuple[Phrase, ...] = (
 
 
 def chat_prompts(texts: list[str], rng: np.random.Generator) -> Iterator[str]:
-    """What a person may ask about functions: one question about each of at most three functions of a file."""
+    """A question about each of at most three functions of a file."""
     for index in rng.permutation(len(texts)):
-        found = functions(texts[index])
-        for position in rng.permutation(len(found))[:3]:
-            yield PHRASES[int(rng.integers(len(PHRASES)))](found[position], rng)
+        candidates = functions(texts[index])
+        for position in rng.permutation(len(candidates))[:3]:
+            yield PHRASES[int(rng.integers(len(PHRASES)))](candidates[position], rng)
 
 
 def write_lines(path: Path, values: Iterator[dict[str, Any]]) -> int:
-    """Write one object a line; returns how many there were."""
+    """Write one object a line; returns the number of lines."""
     lines = [json.dumps(value, ensure_ascii=False) + "\n" for value in values]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines), encoding="utf-8")
@@ -180,7 +183,7 @@ def write_lines(path: Path, values: Iterator[dict[str, Any]]) -> int:
 
 
 def run_files(args: argparse.Namespace) -> int:
-    """Prompts to complete, cut out of files."""
+    """Write prompts that a model is to complete."""
     tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
     texts = read_texts(args.corpus / "train.jsonl.xz")
     prompts = file_prompts(texts, tokenizer, np.random.default_rng(args.seed))
@@ -188,7 +191,7 @@ def run_files(args: argparse.Namespace) -> int:
 
 
 def run_chat(args: argparse.Namespace) -> int:
-    """Questions about functions, for an instruct model."""
+    """Write questions about functions, for an instruct model."""
     texts = read_texts(args.corpus / "train.jsonl.xz")
     prompts = chat_prompts(texts, np.random.default_rng(args.seed))
     messages = ([{"role": "user", "content": prompt}] for prompt in islice(prompts, args.count))
@@ -196,7 +199,7 @@ def run_chat(args: argparse.Namespace) -> int:
 
 
 def run_pieces(args: argparse.Namespace) -> int:
-    """Pieces of files, to train on."""
+    """Write pieces of files, to train on."""
     pieces = file_pieces(read_texts(args.corpus / "train.jsonl.xz"), np.random.default_rng(args.seed))
     return write_lines(args.out, ({"text": piece} for piece in islice(pieces, args.count)))
 

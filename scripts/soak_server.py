@@ -1,12 +1,12 @@
-"""Many requests at once against `python -m dflash_jax.serve`, some of which are left or aborted half-way.
+"""Send many requests at once to `python -m dflash_jax.serve`; some of them are aborted half-way.
 
     python scripts/soak_server.py --requests 2000 --concurrency 64
 
-Starts a server of the embedded pair (with the flags behind `--`), asks each kind of request alone, and then all of them
-mixed. Exit status 1, and the reasons, unless: every answer that was not cut off is that of the same request asked
-alone, and one that was cut off is the beginning of it; no status is anything but 200; at the end the server holds no
-request, no slot and no page; the memory of its two processes has not grown since the first third, but for a margin; and
-the engine never had more than half of the memory maps that Linux gives a process.
+Starts a server of the embedded pair (with the flags after `--`), sends each kind of request alone, and then all of them
+mixed. The exit status is 1, with reasons, unless: every complete answer is that of the same request sent alone, and
+every aborted one is the beginning of it; every status is 200; at the end the server holds no request, slot or page; the
+memory of its two processes has not grown since the first third by more than a margin; and the engine never had more
+than half of the memory maps that Linux gives a process.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import NamedTuple
 
 LICENSE = Path(__file__).parents[1] / "LICENSE"
 START_SECONDS, REQUEST_SECONDS = 300, 300
-PROGRAM = 25.0  # megabytes of a step that is compiled meanwhile
-MOST_MAPS = int(Path("/proc/sys/vm/max_map_count").read_text())  # of a process
+PROGRAM = 25.0  # MB that a program compiled during the run may take
+MOST_MAPS = int(Path("/proc/sys/vm/max_map_count").read_text())  # limit of memory maps of a process
 
 
 class Sample(NamedTuple):
-    """What a server takes at one time.
+    """Resources of a server at one time.
 
     Attributes:
-        server: megabytes of its process.
-        engine: megabytes of the engine's.
+        server: memory of its process, MB.
+        engine: memory of the engine's process, MB.
         programs: compiled so far.
         maps: memory maps of the engine's process.
     """
@@ -49,7 +49,7 @@ class Sample(NamedTuple):
 
 @dataclass
 class Answer:
-    """What came back: the status (0 if the client left), the text of each choice, and why each ended."""
+    """An answer: its status (0 if the client left), and the text and finish reason of each choice."""
 
     status: int
     texts: list[str]
@@ -59,10 +59,10 @@ class Answer:
 
 @dataclass
 class Report:
-    """What has happened.
+    """The record of a run.
 
     Attributes:
-        samples: memory over time.
+        samples: resources over time.
     """
 
     answers: int = 0
@@ -75,7 +75,7 @@ class Report:
 
 
 class Server:
-    """A server's process and its port."""
+    """The process of a server, and its port."""
 
     def __init__(self, flags: list[str], log: Path):
         with socket.socket() as probe:
@@ -86,7 +86,7 @@ class Server:
             self.process = subprocess.Popen(command, stdout=file, stderr=file)
 
     async def until_healthy(self) -> None:
-        """Wait until it serves."""
+        """Wait until the server is healthy."""
         deadline = time.monotonic() + START_SECONDS
         while True:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -99,7 +99,7 @@ class Server:
             await asyncio.sleep(0.2)
 
     async def ask(self, method: str, path: str, body: dict | None = None) -> tuple[int, bytes]:
-        """Status and body of an answer; cancelling it leaves."""
+        """Send a request; returns status and body. Cancelling it closes the connection."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=2**24)
         try:
             data = b"" if body is None else json.dumps(body).encode()
@@ -116,14 +116,14 @@ class Server:
         return sum(float(value) for value in re.findall(rf"^dflash_jax:{name}{{.*}} (.*)$", text, re.MULTILINE))
 
     async def holds(self) -> dict[str, float]:
-        """What the server still has of requests; nothing if it is idle."""
+        """The requests, slots and pages that the server still holds; empty if it is idle."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         held = {name: await self.metric(name) for name in names}
         held["server_load"] = json.loads((await self.ask("GET", "/load"))[1])["server_load"]
         return {name: value for name, value in held.items() if value}
 
     async def memory(self) -> Sample:
-        """What it takes now."""
+        """The resources of the server now."""
         pid = self.process.pid
         engine = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
         maps = Path(f"/proc/{engine}/maps").read_bytes().count(b"\n")
@@ -131,7 +131,7 @@ class Server:
 
 
 def resident(pid: int) -> float:
-    """Megabytes that a process holds."""
+    """Memory of a process, MB."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6
 
 
@@ -146,7 +146,7 @@ def dechunked(data: bytes) -> bytes:
 
 
 def read_answer(status: int, body: bytes, n: int) -> Answer:
-    """A whole answer, or all events of a stream."""
+    """Parse an answer, or all events of a stream."""
     texts, reasons = [""] * n, [None] * n
     if status != 200:
         return Answer(status, [body.decode()], reasons)
@@ -157,10 +157,10 @@ def read_answer(status: int, body: bytes, n: int) -> Answer:
         objects = [json.loads(event) for event in events]
     else:
         objects = [json.loads(body)]
-    for each in objects:
-        if "error" in each:
-            return Answer(each["error"]["code"], [str(each)], reasons)
-        for choice in each["choices"]:
+    for event in objects:
+        if "error" in event:
+            return Answer(event["error"]["code"], [str(event)], reasons)
+        for choice in event["choices"]:
             message = choice.get("delta") or choice.get("message") or {}
             texts[choice["index"]] += choice.get("text") or message.get("content") or ""
             reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
@@ -168,7 +168,7 @@ def read_answer(status: int, body: bytes, n: int) -> Answer:
 
 
 def kinds_of_requests(rng: random.Random, count: int) -> list[tuple[str, dict]]:
-    """Paths and bodies; prompts are pieces of the licence."""
+    """Paths and bodies of requests; prompts are pieces of the licence."""
     lines = [line.strip() for line in LICENSE.read_text().splitlines() if len(line.strip()) > 40]
     kinds = []
     for number in range(count):
@@ -194,7 +194,7 @@ def kinds_of_requests(rng: random.Random, count: int) -> list[tuple[str, dict]]:
 
 @dataclass
 class Soak:
-    """A run: what each kind of request is answered alone, and what has happened so far."""
+    """A run: the answer to each kind of request alone, and the record so far."""
 
     server: Server
     kinds: list[tuple[str, dict]]
@@ -204,7 +204,7 @@ class Soak:
     report: Report = field(default_factory=Report)
 
     async def ask_alone(self) -> None:
-        """Learn the right answers."""
+        """Send each kind of request alone, and keep the answers."""
         for path, body in self.kinds:
             answer = read_answer(*await self.server.ask("POST", path, body), body.get("n", 1))
             if answer.status != 200:
@@ -212,7 +212,7 @@ class Soak:
             self.alone.append(answer)
 
     async def one(self, number: int) -> None:
-        """A request of any kind, to its end or not."""
+        """Send a request of a random kind, and read it to the end or abort it."""
         kind = self.rng.randrange(len(self.kinds))
         path, body = self.kinds[kind]
         body = body | {"stream": self.rng.random() < 0.5, "request_id": f"soak-{number}"}
@@ -239,7 +239,7 @@ class Soak:
         self.check(number, answer, self.alone[kind])
 
     def check(self, number: int, answer: Answer, alone: Answer) -> None:
-        """Compare an answer with the right one."""
+        """Compare an answer with that of the same request alone."""
         self.report.answers += 1
         self.report.aborted += "abort" in answer.reasons
         if answer.status != 200:
@@ -253,7 +253,7 @@ class Soak:
                 self.report.failures.append(f"request {number}: {reason}: {got!r} instead of {right!r}")
 
     async def run(self, num_requests: int, concurrency: int) -> None:
-        """Ask so many, so many at a time."""
+        """Send `num_requests` requests, `concurrency` at a time."""
         numbers = iter(range(num_requests))
         started = time.perf_counter()
 
@@ -274,7 +274,10 @@ class Soak:
         self.report.samples.append(await self.server.memory())
 
     def check_memory(self, margin: float) -> None:
-        """Compare the last third with the first, programs compiled in between aside; and the maps with their limit."""
+        """Compare memory in the last third with the first, and memory maps with their limit.
+
+        Memory of programs compiled in between is subtracted.
+        """
         samples = self.report.samples
         most_maps = max(sample.maps for sample in samples)
         if most_maps > MOST_MAPS // 2:
@@ -291,9 +294,11 @@ class Soak:
 
 
 def summary(report: Report) -> dict:
-    """The figures."""
-    found = sorted(report.latencies)
-    quantiles = {f"p{q}": round(found[min(len(found) * q // 100, len(found) - 1)], 3) for q in (50, 90, 99, 100)}
+    """Figures of a run."""
+    latencies = sorted(report.latencies)
+    quantiles = {
+        f"p{q}": round(latencies[min(len(latencies) * q // 100, len(latencies) - 1)], 3) for q in (50, 90, 99, 100)
+    }
     return {
         "answers": report.answers,
         "of which aborted": report.aborted,
@@ -328,7 +333,7 @@ async def soak(args: argparse.Namespace) -> Report:
 
 
 def main() -> int:
-    """Run; returns the exit status."""
+    """Run the script; returns the exit status."""
     parser = argparse.ArgumentParser(description="Soak a server of the embedded pair.")
     parser.add_argument("--requests", type=int, default=2000, help="how many (default: %(default)s)")
     parser.add_argument("--concurrency", type=int, default=64, help="how many at a time (default: %(default)s)")

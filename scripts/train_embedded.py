@@ -1,18 +1,18 @@
-"""Train the target of the embedded pair from scratch, on what `python_corpus.py` gathered.
+"""Train the target of the embedded pair from scratch, on the corpus of `python_corpus.py`.
 
     python scripts/train_embedded.py tokenizer --corpus build/corpus --out build/embedded/target
     python scripts/train_embedded.py target --corpus build/corpus --out build/embedded/target --minutes 8
     python scripts/train_embedded.py target --corpus build/corpus --out build/embedded/target --minutes 8 --grow
 
-The first writes the tokenizer; the second encodes the corpus with it (once: `train.npy` and `heldout.npy` stay in the
-corpus' folder), trains on all devices and adds the model to the same folder, which `LLM` can load. The third goes on
-with that model in twice its layers: behind each one stands another, which adds nothing at first.
+The first command writes the tokenizer. The second encodes the corpus with it (once: `train.npy` and `heldout.npy` stay
+in the folder of the corpus), trains on all devices and writes the model to the same folder, which `LLM` can load. The
+third continues with that model and twice its layers: each layer is followed by a new one, which adds nothing at first.
 
 The tokenizer is a byte-level BPE that knows Python's layout: an indentation is one token, apart from the newlines
-before it, so that a prompt may end in a newline and the model still indents what follows.
+before it, so that a prompt may end in a newline and the model still indents the next line.
 
-Files are joined by the end-of-text token; each step takes rows from random places of the whole. Weights are float32,
-computed with in bfloat16, the projections as fp8 will hold them in the file; AdamW, with a warm-up and a cosine to zero
+Files are joined by the end-of-text token; each step takes rows from random places of the corpus. Weights are float32,
+computed with in bfloat16, projections as fp8 will hold them in the file; AdamW, with a warm-up and a cosine to zero
 over the given time.
 """
 
@@ -50,16 +50,16 @@ from dflash_jax.weights.tables import PROJECTIONS, Parameter, build, checkpoint_
 EOS, MASK = "<|endoftext|>", "<|mask|>"
 VOCAB_SIZE = 4096
 MAX_LENGTH = 2048
-# Newlines, indentation, names with the space and underscores before them, single digits, punctuation, other spaces.
+# Pieces: newlines, indentation, names with the space and underscores before them, digits, punctuation, other spaces.
 PIECES = r"\n+|^[ \t]+| ?_*\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+"
-SAMPLE = 20_000_000  # characters that the tokenizer learns from
+SAMPLE = 20_000_000  # characters that the tokenizer is trained on
 TARGET = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
     "intermediate_size": 768,
-    "num_hidden_layers": 8,  # before it grows
+    "num_hidden_layers": 8,  # before --grow
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -80,9 +80,9 @@ TOKENIZER = {
     "model_max_length": MAX_LENGTH,
     "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
 }
-WARM_UP = 0.02  # of the training
-CHUNK = 10  # steps that the device takes in one go, with one learning rate
-EVALUATED = 0.05  # of the training, between two looks at the held-out files
+WARM_UP = 0.02  # share of the training
+CHUNK = 10  # steps of one program, with one learning rate
+EVALUATED = 0.05  # share of the training between two evaluations on held-out files
 
 
 def read_texts(path: Path) -> list[str]:
@@ -92,7 +92,7 @@ def read_texts(path: Path) -> list[str]:
 
 
 def sample(texts: list[str], size: int, seed: int) -> Iterator[str]:
-    """Files in random order, until they have `size` characters in all."""
+    """Files in random order, until they have `size` characters in total."""
     for index in np.random.default_rng(seed).permutation(len(texts)):
         if size <= 0:
             return
@@ -101,7 +101,7 @@ def sample(texts: list[str], size: int, seed: int) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of the texts, in which nothing is lost and special tokens come first."""
+    """Train a byte-level BPE on texts; it is lossless, and special tokens come first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -121,7 +121,13 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def encode(texts: list[str], tokenizer: Tokenizer, files: int = 256) -> np.ndarray:
-    """Token ids of all texts, each followed by the end-of-text token: uint16 [tokens]. `files` go at a time."""
+    """Token ids of all texts, each followed by the end-of-text token: uint16 [tokens].
+
+    Args:
+        texts: to encode.
+        tokenizer: of `train_tokenizer`.
+        files: texts encoded at a time.
+    """
     end = tokenizer.token_to_id(EOS)
     ids: list[np.ndarray] = []
     for first in range(0, len(texts), files):
@@ -131,7 +137,7 @@ def encode(texts: list[str], tokenizer: Tokenizer, files: int = 256) -> np.ndarr
 
 
 def tokens_of(corpus: Path, split: str, tokenizer: Tokenizer) -> np.ndarray:
-    """The tokens of a split, encoded if that was not done yet; uint16 [tokens]."""
+    """Tokens of a split, uint16 [tokens]; encoded if no file holds them."""
     path = corpus / f"{split}.npy"
     if not path.exists():
         np.save(path, encode(read_texts(corpus / f"{split}.jsonl.xz"), tokenizer))
@@ -141,8 +147,7 @@ def tokens_of(corpus: Path, split: str, tokenizer: Tokenizer) -> np.ndarray:
 class TrainedTarget(TargetModel):
     """A target that computes in bfloat16 and keeps its embedding in float32.
 
-    The gradient of an embedding sums the rows of all tokens that are alike, thousands in a batch: too many for
-    bfloat16.
+    The gradient of an embedding sums the rows of all equal tokens, thousands in a batch: too many for bfloat16.
     """
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -155,7 +160,7 @@ class TrainedTarget(TargetModel):
 
 
 def as_stored(params: Params, config: TargetConfig) -> Params:
-    """The weights to compute with: projections as in the file, gradients as if they were not rounded."""
+    """Weights to compute with: projections rounded as in the file, with gradients as if they were not."""
 
     def stored(parameter: Parameter) -> Array:
         weight = parameter.of(params)
@@ -169,21 +174,22 @@ def as_stored(params: Params, config: TargetConfig) -> Params:
     return build(parameters_of(checkpoint_table(config), config), stored)
 
 
-def grown(params: Params, own: Params) -> Params:
-    """Parameters of twice the layers that compute the same: each layer of `params` is followed by one of `own`, newly
-    made, whose products end in zeros.
+def grown(params: Params, fresh: Params) -> Params:
+    """Parameters of twice the layers that compute the same function.
+
+    Each layer of `params` is followed by one of `fresh`, whose projections to the residual stream are set to zero.
     """
-    found = dict(own) | {name: value for name, value in params.items() if not name.startswith("layers_")}
+    grown_params = dict(fresh) | {name: value for name, value in params.items() if not name.startswith("layers_")}
     for index in range(sum(name.startswith("layers_") for name in params)):
-        found[f"layers_{2 * index}"] = params[f"layers_{index}"]
-        after = found[f"layers_{2 * index + 1}"]
+        grown_params[f"layers_{2 * index}"] = params[f"layers_{index}"]
+        after = grown_params[f"layers_{2 * index + 1}"]
         for block, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
             after[block][name] = jnp.zeros_like(after[block][name])
-    return found
+    return grown_params
 
 
 def loss_of(params: Params, tokens: Int[Array, "B T1"], config: TargetConfig) -> Float[Array, ""]:
-    """Mean cross-entropy of each token but the first, in nats."""
+    """Mean cross-entropy of every token but the first, in nats."""
     model = TrainedTarget(config).bind({"params": as_stored(params, config)})
     inputs = tokens[:, :-1]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
@@ -193,7 +199,7 @@ def loss_of(params: Params, tokens: Int[Array, "B T1"], config: TargetConfig) ->
 
 
 def rows_at(tokens: Int[Array, " S"], starts: Int[Array, " B"], length: int) -> Int[Array, "B T1"]:
-    """Rows of `length` tokens and the one after."""
+    """Rows of `length` tokens, and the token after each."""
     return tokens[starts[:, None] + jnp.arange(length + 1)].astype(jnp.int32)
 
 
@@ -222,13 +228,13 @@ def make_chunk(
 ) -> jax.stages.Wrapped:
     """`CHUNK` steps as one program: (params, state, key, rate, tokens) -> (params, state, mean loss).
 
-    The rows of a step are split over the devices, all else stands whole on each.
+    The rows of a step are split over the devices; everything else is replicated.
     """
 
     @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("dp"), P()), out_specs=P(), check_vma=False)
     def loss_and_gradients(params: Params, starts: Array, tokens: Array) -> tuple[Array, Params]:
-        found = jax.value_and_grad(loss_of)(params, rows_at(tokens, starts, length), config)
-        return jax.lax.pmean(found, "dp")
+        loss_and_gradient = jax.value_and_grad(loss_of)(params, rows_at(tokens, starts, length), config)
+        return jax.lax.pmean(loss_and_gradient, "dp")
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def chunk(params: Params, state: Any, key: Array, rate: Array, tokens: Array) -> tuple[Params, Any, Array]:
@@ -246,7 +252,7 @@ def make_chunk(
 
 
 def make_evaluation(config: TargetConfig, tokens: Array, rows: int, length: int) -> Callable[[Params], float]:
-    """The loss on rows that cover `tokens`, but for what is left over."""
+    """A function that computes the loss on rows which cover `tokens`, without an incomplete last batch."""
     batch_loss = jax.jit(lambda params, starts: loss_of(params, rows_at(tokens, starts, length), config))
     starts = np.arange(0, tokens.shape[0] - length, length)
     batches = starts[: max(1, len(starts) // rows) * rows].reshape(-1, min(rows, len(starts)))
@@ -263,9 +269,9 @@ def train(args: argparse.Namespace, config: TargetConfig, train_tokens: np.ndarr
         params = grown(load_params(args.out, smaller, jnp.float32), params)
     optimizer = make_optimizer(args.weight_decay)
     mesh = jax.make_mesh((jax.device_count(),), ("dp",), axis_types=(AxisType.Auto,))
-    whole = NamedSharding(mesh, P())
+    replicated = NamedSharding(mesh, P())
     evaluate = make_evaluation(config, jnp.asarray(heldout), args.rows, args.length)
-    params, state, tokens, key = jax.device_put((params, optimizer.init(params), train_tokens, key), whole)
+    params, state, tokens, key = jax.device_put((params, optimizer.init(params), train_tokens, key), replicated)
     program = make_chunk(config, optimizer, args.rows, args.length, mesh)
     chunk = program.lower(params, state, key, jnp.float32(0), tokens).compile()
     print(f"{sum(p.size for p in jax.tree.leaves(params)):,} parameters, {tokens.size:,} tokens", flush=True)
@@ -275,9 +281,9 @@ def train(args: argparse.Namespace, config: TargetConfig, train_tokens: np.ndarr
     progress = 0.0
     while progress < 1:
         began = time.perf_counter()
-        key, own = jax.random.split(key)
-        rate = learning_rate(progress or WARM_UP / 2, args.learning_rate)  # at 0 nothing would be learnt
-        params, state, loss = chunk(params, state, own, jnp.float32(rate), tokens)
+        key, chunk_key = jax.random.split(key)
+        rate = learning_rate(progress or WARM_UP / 2, args.learning_rate)  # at progress 0 the rate would be 0
+        params, state, loss = chunk(params, state, chunk_key, jnp.float32(rate), tokens)
         loss = float(loss)
         steps, seconds = steps + CHUNK, seconds + time.perf_counter() - began
         progress = steps / args.steps if args.steps else seconds / (60 * args.minutes)
@@ -300,7 +306,7 @@ def run_tokenizer(args: argparse.Namespace) -> None:
     tokenizer.save(str(args.out / "tokenizer.json"))
     save_json(args.out / "tokenizer_config.json", TOKENIZER)
     for split in ("train", "heldout"):
-        (args.corpus / f"{split}.npy").unlink(missing_ok=True)  # another tokenizer's
+        (args.corpus / f"{split}.npy").unlink(missing_ok=True)  # tokens of the old tokenizer
     heldout = read_texts(args.corpus / "heldout.jsonl.xz")
     characters = sum(map(len, heldout)) / len(encode(heldout, tokenizer))
     print(f"{tokenizer.get_vocab_size()} tokens; {characters:.2f} characters each on held-out files")

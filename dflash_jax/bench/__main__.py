@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib import import_module
 
 from dflash_jax.options.commands import parse_command, run_command
 from dflash_jax.progress import importing
 
+COMMANDS = ("serve", "offline", "round")  # each is a module of this package
+
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line; of the commands only the one it names is imported: others may lack their packages."""
+    words = sys.argv[1:] if arguments is None else arguments
+    named = [word for word in words[:1] if word in COMMANDS]
     with importing(arguments):
-        from dflash_jax.bench import offline, round, serve
-    commands = {"serve": serve, "offline": offline, "round": round}
-    return parse_command("python -m dflash_jax.bench", "Measure speed.", commands, arguments)
+        modules = {name: import_module(f"dflash_jax.bench.{name}") for name in named or COMMANDS}
+    return parse_command("python -m dflash_jax.bench", "Measure speed.", modules, arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

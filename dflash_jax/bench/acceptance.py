@@ -1,14 +1,14 @@
-"""How many drafts were accepted: by vLLM's block on usage chunks, its Prometheus counters, or the engine's rounds."""
+"""How many drafts a server accepted: by vLLM's block on usage chunks, or its Prometheus counters."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
 import msgspec
+
+from dflash_jax.base.acceptance import Acceptance
 
 SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{.*\})?\s+(\S+)", re.MULTILINE)
 COUNTERS = {
@@ -19,7 +19,14 @@ COUNTERS = {
 
 
 class SpeculativeDecoding(msgspec.Struct):
-    """vLLM's `metrics.speculative_decoding` of one request; entry j of the histogram counts steps that accept j."""
+    """vLLM's `metrics.speculative_decoding` of one request.
+
+    Attributes:
+        num_spec_steps: rounds.
+        num_draft_tokens: tokens drafted.
+        num_accepted_draft_tokens: drafts accepted.
+        acceptance_histogram: entry j counts the rounds that accepted j drafts.
+    """
 
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
@@ -28,7 +35,7 @@ class SpeculativeDecoding(msgspec.Struct):
 
     @property
     def is_consistent(self) -> bool:
-        """Whether its sums agree."""
+        """Whether its sums agree with its histogram."""
         histogram = self.acceptance_histogram
         return (
             sum(histogram) == self.num_spec_steps
@@ -37,40 +44,8 @@ class SpeculativeDecoding(msgspec.Struct):
         )
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """Sums over rounds.
-
-    Attributes:
-        source: "requests" (each reported its own), "prometheus" (all that the server did meanwhile) or "engine".
-        num_drafts: rounds.
-        num_draft_tokens: tokens drafted.
-        num_accepted_tokens: of these, accepted; the bonus token of a round is not among them.
-        histogram: entry j counts the rounds that accepted j; None if unknown.
-    """
-
-    source: str
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    histogram: list[int] | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """As the result has it, with the mean acceptance length (bonus included) and the draft acceptance rate."""
-        drafts, drafted, accepted = self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens
-        return {
-            "source": self.source,
-            "mean_acceptance_length": 1 + accepted / drafts if drafts else None,
-            "draft_acceptance_rate": accepted / drafted if drafted else None,
-            "num_drafts": drafts,
-            "num_draft_tokens": drafted,
-            "num_accepted_tokens": accepted,
-            "histogram": self.histogram,
-        }
-
-
 def of_requests(blocks: Iterable[SpeculativeDecoding]) -> Acceptance | None:
-    """The sum over requests whose own sums agree; None if there are none."""
+    """Sum over the requests whose reports are consistent; None if there is none."""
     counted = [block for block in blocks if block.is_consistent]
     if not counted:
         return None
@@ -87,17 +62,8 @@ def of_requests(blocks: Iterable[SpeculativeDecoding]) -> Acceptance | None:
     )
 
 
-def of_engine(acceptance_lengths: Sequence[int], num_draft_tokens: int) -> Acceptance:
-    """Of rounds by the tokens that each emitted, bonus included."""
-    histogram = [0] * max(acceptance_lengths, default=0)
-    for length in acceptance_lengths:
-        histogram[length - 1] += 1
-    accepted = sum(acceptance_lengths) - len(acceptance_lengths)
-    return Acceptance("engine", len(acceptance_lengths), num_draft_tokens, accepted, histogram)
-
-
 def of_prometheus(before: str, after: str) -> Acceptance | None:
-    """What two readings of /metrics tell by vLLM's counters, under any prefix; None if they are not there."""
+    """The growth of vLLM's counters between two readings of /metrics, under any prefix; None if they are absent."""
     first, last = _counters(before), _counters(after)
     if not set(COUNTERS) <= set(last):
         return None
@@ -106,14 +72,14 @@ def of_prometheus(before: str, after: str) -> Acceptance | None:
 
 
 def _counters(text: str) -> dict[str, float]:
-    """The counters by our names. A server may export one under several prefixes: one of them is read."""
+    """The counters by our names. If a server exports one under several prefixes, the first is read."""
     sums: dict[str, float] = defaultdict(float)
     for name, value in SAMPLE.findall(text):
         if name.endswith(tuple(COUNTERS.values())):
             sums[name] += float(value)
-    found = {}
+    counters = {}
     for ours, suffix in COUNTERS.items():
         names = sorted(name for name in sums if name.endswith(suffix))
         if names:
-            found[ours] = sums[names[0]]
-    return found
+            counters[ours] = sums[names[0]]
+    return counters

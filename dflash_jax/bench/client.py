@@ -12,14 +12,14 @@ from dflash_jax.base.errors import ConfigError
 from dflash_jax.bench.acceptance import SpeculativeDecoding
 from dflash_jax.bench.http import HttpClient, RequestFailedError, Response, rest_of
 from dflash_jax.bench.stats import RequestRecord
-from dflash_jax.bench.workload import SampleRequest
+from dflash_jax.text.request_files import SampleRequest
 
-MOST_QUOTED = 300  # characters of what a server answered
+MOST_QUOTED = 300  # characters of an answer that an error quotes
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class Delta(msgspec.Struct):
-    """What a chat's chunk brings; a role alone is nothing."""
+    """What a chunk of a chat brings; one with a role alone brings nothing."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -28,7 +28,7 @@ class Delta(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """Of a chunk: `text` in completions, `delta` in chats."""
+    """A choice of a chunk: completions have `text`, chats have `delta`."""
 
     text: str | None = None
     delta: Delta | None = None
@@ -37,7 +37,7 @@ class Choice(msgspec.Struct):
 
     @property
     def brings_something(self) -> bool:
-        """Whether there is a part of the answer in it, or its end: an end-of-sequence token has no text."""
+        """Whether it holds a part of the answer, or its end: an end-of-sequence token has no text."""
         delta = self.delta or Delta()
         parts = (self.text, self.token_ids, delta.content, delta.reasoning, delta.reasoning_content, delta.tool_calls)
         return any(parts) or self.finish_reason is not None
@@ -51,7 +51,7 @@ class Usage(msgspec.Struct):
 
 
 class Metrics(msgspec.Struct):
-    """vLLM's per-request metrics, as far as they are read."""
+    """vLLM's per-request metrics; other fields are ignored."""
 
     speculative_decoding: SpeculativeDecoding | None = None
 
@@ -66,14 +66,14 @@ class Chunk(msgspec.Struct):
 
 
 class EventReader:
-    """Server-sent events out of bytes, however these are cut. Comments and fields other than `data` are left out."""
+    """Splits bytes into server-sent events, wherever the bytes are cut; only their `data` is kept."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of each event that is complete now."""
+        """Take bytes; returns the data of each event that is complete now."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         events = []
         for line in lines:
@@ -96,7 +96,11 @@ class CompletionReader:
         self._has_usage = self._is_done = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Read bytes that came at a time.
+        """Take bytes that arrived at one time.
+
+        Args:
+            data: read from the socket.
+            now: the time, seconds.
 
         Raises:
             RequestFailedError: the server reports an error, or an event is not a chunk.
@@ -143,16 +147,21 @@ class CompletionReader:
 
 
 def quote(data: bytes) -> str:
-    """The beginning of what a server said."""
+    """The first `MOST_QUOTED` characters of an answer."""
     text = data.decode(errors="replace")
     return text if len(text) <= MOST_QUOTED else text[:MOST_QUOTED] + " ..."
 
 
 def request_body(sample: SampleRequest, path: str, options: dict[str, Any]) -> bytes:
-    """The JSON of a streaming request; `options` are fields that all requests share, and win.
+    """The JSON body of a streaming request.
+
+    Args:
+        sample: the request.
+        path: of the endpoint.
+        options: fields that all requests share; they override others.
 
     Raises:
-        ConfigError: the prompt is not one for this endpoint.
+        ConfigError: the prompt does not fit the endpoint.
     """
     stream = {"stream": True, "stream_options": {"include_usage": True}}
     if path.endswith("/chat/completions"):
@@ -170,7 +179,15 @@ def request_body(sample: SampleRequest, path: str, options: dict[str, Any]) -> b
 async def complete(
     client: HttpClient, path: str, body: bytes, output_len: int, *, timeout_seconds: float
 ) -> RequestRecord:
-    """Send a request and read its stream to the end; a failure is part of the record."""
+    """Send a request and read its stream to the end; a failure becomes part of the record.
+
+    Args:
+        client: of the server.
+        path: of the endpoint.
+        body: JSON.
+        output_len: limit of tokens of the answer.
+        timeout_seconds: until the request has failed.
+    """
     record = RequestRecord(output_len, start=time.perf_counter())
     try:
         async with asyncio.timeout(timeout_seconds), client.request("POST", path, body) as response:

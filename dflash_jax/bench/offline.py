@@ -1,7 +1,7 @@
 """`bench offline`: the workload of `bench serve` through `LLM`, in process.
 
-All requests are there from the start and the engine runs `--max-num-seqs` at a time, so that TTFT and E2EL hold the
-wait for a slot. Compare throughput, TPOT and ITL with `bench serve`.
+All requests arrive at the start and the engine runs `--max-num-seqs` at a time, so TTFT and E2EL include the wait for a
+slot. Compare throughput, TPOT and ITL with `bench serve`.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dflash_jax.base.acceptance import Acceptance, of_engine
 from dflash_jax.base.errors import DFlashError
 from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams
-from dflash_jax.bench import acceptance as accepted
 from dflash_jax.bench import report, workload
 from dflash_jax.bench.stats import RequestRecord
-from dflash_jax.bench.workload import SampleRequest
 from dflash_jax.llm import LLM
 from dflash_jax.loading import find_models, load_llm
 from dflash_jax.options.flags import add_engine_arguments
 from dflash_jax.parallel.platform import runs_on_cpus
 from dflash_jax.progress import phase
+from dflash_jax.text.request_files import SampleRequest
 
 HELP = "run a workload through the engine in process and measure throughput and acceptance"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command: the engine's, the workload's and the report's."""
+    """Add the flags of the command: those of the engine, the workload and the report."""
     add_engine_arguments(parser, compile_at_start=None)
     workload.add_arguments(parser)
     report.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, write; returns the exit status.
+    """Measure, print and write; returns the exit status.
 
     Raises:
         DFlashError: an option is wrong, the model cannot be loaded, or a prompt cannot be served.
@@ -74,8 +74,18 @@ def complete_all(
     args: argparse.Namespace,
     advance: Callable[[RequestRecord], None],
 ) -> tuple[list[RequestRecord], list[RequestOutput]]:
-    """Complete all requests; their records, times counting from the start, and their outputs."""
-    outputs = llm.stream(*ask(llm, requests, args))  # which checks and tokenises them
+    """Complete all requests.
+
+    Args:
+        llm: the engine.
+        requests: of the workload.
+        args: of the command.
+        advance: called with the record of each request that ends.
+
+    Returns:
+        Records, whose times count from the start, and final outputs, in the order of the requests.
+    """
+    outputs = llm.stream(*ask(llm, requests, args))  # checks and tokenises them before the clock starts
     clock = time.perf_counter()
     records: dict[str, RequestRecord] = {}
     last: dict[str, RequestOutput] = {}
@@ -85,7 +95,7 @@ def complete_all(
         if output.finished:
             last[output.request_id] = output
             advance(record)
-    order = sorted(records, key=int)  # `LLM` numbers its requests as they are given
+    order = sorted(records, key=int)  # `LLM` numbers requests in their order
     for number, request in zip(order, requests, strict=True):
         records[number].output_len = request.output_len
     return [records[number] for number in order], [last[number] for number in order]
@@ -104,7 +114,7 @@ def ask(
 
 
 def _note(record: RequestRecord, output: RequestOutput, now: float) -> None:
-    """Add to a record what an output has gained."""
+    """Add the tokens that an output has gained to its record."""
     completion = output.outputs[0]
     gained = len(completion.token_ids) - record.completion_tokens
     if gained:
@@ -123,9 +133,9 @@ def _prompt(llm: LLM, request: SampleRequest) -> Prompt:
     return prompt if request.is_text else {"prompt_token_ids": prompt}
 
 
-def _acceptance(llm: LLM, outputs: Sequence[RequestOutput]) -> accepted.Acceptance | None:
-    """Of all rounds; None without a drafter."""
+def _acceptance(llm: LLM, outputs: Sequence[RequestOutput]) -> Acceptance | None:
+    """Acceptance over all rounds; None without a drafter."""
     if not llm.config.num_speculative_tokens:
         return None
     lengths = [length for output in outputs for length in output.metrics.acceptance_lengths]
-    return accepted.of_engine(lengths, sum(sum(output.metrics.draft_lengths) for output in outputs))
+    return of_engine(lengths, sum(sum(output.metrics.draft_lengths) for output in outputs))

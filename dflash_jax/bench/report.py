@@ -1,4 +1,4 @@
-"""What a run is written down as: a dictionary for JSON, and a table of the same for people."""
+"""The result of a run: a dictionary for JSON, and tables for people."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dflash_jax.base.acceptance import Acceptance, histogram_lines
 from dflash_jax.base.errors import ConfigError
-from dflash_jax.bench.acceptance import Acceptance
 from dflash_jax.bench.stats import PERCENTILES, RequestRecord, summarize
 from dflash_jax.progress import phase
 
 REDACTED = "***"
-BAR_WIDTH = 40  # characters of the longest bar
 LATENCIES = {
     "ttft_ms": "time to first token",
     "tpot_ms": "time per output token",
@@ -32,7 +31,7 @@ LATENCIES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the report."""
+    """Add the flags of the report."""
     group = parser.add_argument_group("result")
     group.add_argument("--output", "--result-filename", type=Path, metavar="FILE", help="write the result as JSON")
     group.add_argument("--save-result", action="store_true", help="the same, to a file named after command and time")
@@ -40,10 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def output_path(args: argparse.Namespace) -> Path | None:
-    """Where the JSON goes, checked before anything runs; None keeps it out of files.
+    """The path of the JSON file, checked before anything runs; None writes none.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: its folder does not exist.
     """
     named: Path | None = args.output
     if named is None and (args.save_result or args.save_detailed):
@@ -63,7 +62,17 @@ def build_result(
     generator: dict[str, Any] | None,
     warnings: Sequence[str],
 ) -> dict[str, Any]:
-    """All there is to know of a run: settings, versions, figures, warnings, and each request if asked for."""
+    """Gather settings, versions, figures, warnings, and each request if asked for.
+
+    Args:
+        args: of the command.
+        records: of all requests.
+        model: its name.
+        server: what is known of it; None in process.
+        acceptance: of drafts; None if unknown.
+        generator: what generating load cost; None in process.
+        warnings: to add to those of the records.
+    """
     settings = {name: _plain(value) for name, value in vars(args).items() if name not in ("command", "run")}
     if settings.get("api_key") is not None:
         settings["api_key"] = REDACTED
@@ -90,14 +99,14 @@ def build_result(
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON can have it."""
+    """A setting as JSON."""
     if isinstance(value, float) and value in (float("inf"), float("-inf")):
         return str(value)
     return str(value) if isinstance(value, Path) else value
 
 
 def _doubts(args: argparse.Namespace, records: Sequence[RequestRecord]) -> list[str]:
-    """What a reader of the figures should know, of the records."""
+    """Warnings for readers of the figures, from the records."""
     good = [r for r in records if r.error_kind is None]
     doubts = []
     early = sum(r.completion_tokens < r.output_len for r in good)
@@ -114,7 +123,7 @@ def _doubts(args: argparse.Namespace, records: Sequence[RequestRecord]) -> list[
 
 
 def finish(result: dict[str, Any], path: Path | None) -> int:
-    """Print the result, write it if asked, and return the exit status: 1 if any request failed.
+    """Print the result and write it if asked for; returns the exit status: 1 if any request failed.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -138,7 +147,7 @@ def finish(result: dict[str, Any], path: Path | None) -> int:
 
 
 def tables(result: dict[str, Any]) -> list[Table | str]:
-    """The figures for people."""
+    """Tables of the figures for people."""
     parts: list[Table | str] = [_totals(result), _latencies(result)]
     acceptance = result["acceptance"]
     if acceptance is not None:
@@ -182,22 +191,13 @@ def _latencies(result: dict[str, Any]) -> Table:
 
 
 def _acceptance(acceptance: dict[str, Any]) -> str:
-    """Mean acceptance length and, where known, how many rounds accepted how many drafts."""
+    """Mean acceptance length and, where known, the histogram of accepted drafts."""
     mean, rate = acceptance["mean_acceptance_length"], acceptance["draft_acceptance_rate"]
     lines = [
         f"mean acceptance length {_number(mean)} tokens over {acceptance['num_drafts']} rounds; "
         f"{_number(None if rate is None else 100 * rate)} % of drafts accepted (as told by {acceptance['source']})"
     ]
     return "\n".join([*lines, *histogram_lines(acceptance["histogram"] or [], first=0)])
-
-
-def histogram_lines(counts: Sequence[int], *, first: int) -> list[str]:
-    """A line for each count, with a bar: entry j counts what had length `first` + j."""
-    most = max([1, *counts])
-    return [
-        f"{length:4d} {'#' * round(BAR_WIDTH * count / most):{BAR_WIDTH}} {count}"
-        for length, count in enumerate(counts, start=first)
-    ]
 
 
 def _number(value: float | None) -> str:
@@ -208,7 +208,7 @@ def _number(value: float | None) -> str:
 
 @contextmanager
 def counting(description: str, total: int) -> Iterator[Callable[[RequestRecord], None]]:
-    """A phase in which requests end; gives what to call with the record of each."""
+    """A phase of requests; gives a function to call with the record of each that ends."""
     with phase(description, total) as now:
         failed = 0
 

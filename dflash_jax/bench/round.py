@@ -1,8 +1,8 @@
-"""`bench round`: the time of a draft-verify round of the engine alone, at every batch size and context asked for.
+"""`bench round`: time of a draft-verify round of the engine alone, for each batch size and context.
 
-The protocol is the one that vLLM's figures were taken by: random weights in a model's exact shapes, random prompts,
-greedy, and exactly `--num-accepted-tokens` drafts kept in every round whatever the weights make of them; a step is
-timed while all requests decode, as the engine's caller sees it. Prompts are really prefilled, which is not timed.
+The protocol is that of vLLM's figures: random weights in the exact shapes of a model, random prompts, greedy, and
+exactly `--num-accepted-tokens` drafts kept in every round whatever the weights make of them. A step is timed while all
+requests decode, from one return of `Engine.step` to the next. Prompts are prefilled before, which is not timed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,12 @@ PREFILL_REPEATS = 3
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured at a time; the weights and the cache are shared with the cells around it."""
+    """One measurement; cells with the same engine share weights and cache.
+
+    Attributes:
+        batch_size: sequences that decode.
+        context: tokens of each when the measurement begins.
+    """
 
     batch_size: int
     context: int
@@ -86,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every cell, print, write; returns 1 if one could not be measured, compiled, or kept other drafts.
+    """Measure every cell, print and write; returns 1 if a cell failed, compiled, or kept another number of drafts.
 
     Raises:
         DFlashError: an option is wrong.
@@ -107,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         row["baseline"] = round_report.beside(row, baseline)
         rows.append(row)
         console.print(f"{round_report.name_of(row)}: {_headline(row)}", markup=False, soft_wrap=True)
-        if path is not None:  # after every cell: what was measured outlives what comes
+        if path is not None:  # after every cell: an interrupted run keeps the finished ones
             _write(path, args, rows, bandwidth)
     for text in round_report.tables(rows):
         console.print(f"\n{text}", markup=False, highlight=False, soft_wrap=True)
@@ -118,7 +123,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, draft: DraftConfig) -> None:
-    """Raise ConfigError for what the engine would not refuse."""
+    """Refuse impossible options that the engine would accept.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
     drafts = draft.block_size - 1 if args.num_speculative_tokens is None else args.num_speculative_tokens
     if not args.plain and not 0 <= args.num_accepted_tokens <= drafts:
         raise ConfigError(
@@ -136,12 +145,12 @@ def _check(args: argparse.Namespace, draft: DraftConfig) -> None:
 
 
 def _rounds(args: argparse.Namespace) -> int:
-    """Rounds in which a request decodes its tokens."""
+    """Number of rounds in which a request decodes its tokens."""
     return -(-args.output_len // (1 if args.plain else args.num_accepted_tokens + 1))
 
 
 def _max_tokens(args: argparse.Namespace) -> int:
-    """Tokens after which a request would end, which none shall while it is measured."""
+    """Limit of tokens of a request, large enough that none ends while it is measured."""
     per_round = 1 if args.plain else args.num_accepted_tokens + 1
     return (_rounds(args) + (0 if args.no_trace else args.trace_rounds) + 4) * per_round
 
@@ -149,7 +158,7 @@ def _max_tokens(args: argparse.Namespace) -> int:
 def _plans(
     args: argparse.Namespace, target: TargetConfig, draft: DraftConfig | None
 ) -> list[tuple[Mesh, list[EngineConfig]]]:
-    """Devices, and the engines to run on them one after another with the same weights."""
+    """Meshes, and for each the engines that run on it one after another with the same weights."""
     return [
         (
             Mesh.of(devices),
@@ -169,7 +178,7 @@ def _measure_all(
     plans: list[tuple[Mesh, list[EngineConfig]]],
     bandwidth: float | None,
 ) -> Iterator[dict[str, Any]]:
-    """A row of each cell. No two engines and no two sets of weights are there at a time."""
+    """A row for each cell. Only one engine and one set of weights exist at a time."""
     pairs = itertools.product(args.context, args.batch_size)
     cells = [("decode", Cell(batch, context)) for context, batch in pairs]
     cells += [("prefill", Cell(1, context)) for context in args.context if args.prefill]
@@ -189,7 +198,7 @@ def _measure_all(
                     row = _row(args, engine, cell, kind, bandwidth, budget, now)
                 yield row
             del engine
-            gc.collect()  # the pools of the next engine need the memory of this one's
+            gc.collect()  # the next engine needs the memory of these pools
         del model, drafter
         gc.collect()
 
@@ -200,7 +209,7 @@ def _random_model(model: TargetConfig | DraftConfig, config: EngineConfig, mesh:
 
 
 def _random_drafter(draft: DraftConfig, target: Model, config: EngineConfig, mesh: Mesh) -> Model:
-    """In the form that it runs in; what it was quantised from is gone before there is an engine."""
+    """A drafter in the form that it runs in; its unquantised weights are freed before there is an engine."""
     drafter = _random_model(draft, config, mesh, seed=1)
     return drafter if config.draft_quantization is None else quantized(drafter, target, mesh)
 
@@ -208,7 +217,7 @@ def _random_drafter(draft: DraftConfig, target: Model, config: EngineConfig, mes
 def _engine_args(args: argparse.Namespace, draft: DraftConfig | None, kv_cache_dtype: str, devices: int) -> EngineArgs:
     drafts = args.num_speculative_tokens
     if draft is not None and drafts is None:
-        drafts = draft.block_size - 1  # None would let the engine choose
+        drafts = draft.block_size - 1  # None lets the engine choose
     return EngineArgs(
         dtype=args.dtype,
         kv_cache_dtype=kv_cache_dtype,
@@ -223,7 +232,7 @@ def _engine_args(args: argparse.Namespace, draft: DraftConfig | None, kv_cache_d
         enable_prefix_caching=False,
         gpu_memory_utilization=args.gpu_memory_utilization,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
-        compile_at_start=False,  # the first round of a cell compiles what it needs, and nothing else
+        compile_at_start=False,  # the first round of a cell compiles what the cell needs
     )
 
 
@@ -236,7 +245,7 @@ def _row(
     budget: int,
     now: Phase,
 ) -> dict[str, Any]:
-    """One cell, measured or failed."""
+    """The row of one cell, measured or failed."""
     config = engine.config
     row = {
         "kind": kind,
@@ -250,10 +259,10 @@ def _row(
     }
     try:
         if kind == "prefill":
-            found = {"prefill_ms": _percentiles(time_prefill(engine, cell.context, PREFILL_REPEATS))}
+            figures = {"prefill_ms": _percentiles(time_prefill(engine, cell.context, PREFILL_REPEATS))}
         else:
-            found = _decode_cell(args, engine, cell, bandwidth, budget, now)
-        return row | found
+            figures = _decode_cell(args, engine, cell, bandwidth, budget, now)
+        return row | figures
     except (DFlashError, jax.errors.JaxRuntimeError) as error:
         return row | {"failed": str(error).splitlines()[0]}
     finally:
@@ -263,7 +272,7 @@ def _row(
 def _decode_cell(
     args: argparse.Namespace, engine: RoundEngine, cell: Cell, bandwidth: float | None, budget: int, now: Phase
 ) -> dict[str, Any]:
-    """The figures of one cell."""
+    """Figures of one cell."""
     now.note = "compiling and timing"
     sequences = random_sequences(cell.batch_size, cell.context, _max_tokens(args), engine.spec.target.vocab_size)
     rounds = decode(engine, sequences, warmup=args.warmup_rounds, rounds=_rounds(args) - args.warmup_rounds)
@@ -292,7 +301,7 @@ def _decode_cell(
 
 
 def _trace(args: argparse.Namespace, engine: RoundEngine, sequences: list[Any]) -> dict[str, Any] | None:
-    """Where the time of a few more rounds goes; None if the trace does not show it."""
+    """Where the time of some further rounds goes; None if the trace does not show it."""
     with ExitStack() as stack:
         folder = args.trace_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         engine.settle()
@@ -304,24 +313,24 @@ def _trace(args: argparse.Namespace, engine: RoundEngine, sequences: list[Any]) 
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float]:
-    """In milliseconds."""
+    """Median, 10th and 90th percentile in milliseconds."""
     p10, median, p90 = np.percentile([1e3 * s for s in seconds], [10, 50, 90]).tolist()
     return {"median": median, "p10": p10, "p90": p90}
 
 
 def _problems(row: dict[str, Any], args: argparse.Namespace) -> list[str]:
-    """Why a row is not what the protocol asks for."""
+    """Reasons why a row does not follow the protocol."""
     if "failed" in row:
         return [f"not measured: {row['failed']}"]
     if row["kind"] == "prefill":
         return []
     expected = [args.num_accepted_tokens + 1 if row["speculation"] else 1]
-    found = []
+    problems = []
     if row["tokens_per_round"] != expected:
-        found.append(f"rounds emitted {row['tokens_per_round']} tokens, and {expected} was asked for.")
+        problems.append(f"rounds emitted {row['tokens_per_round']} tokens, and {expected} was asked for.")
     if row["compiles"] or row["preemptions"]:
-        found.append(f"{row['compiles']} programs compiled and {row['preemptions']} requests lost their pages.")
-    return found
+        problems.append(f"{row['compiles']} programs compiled and {row['preemptions']} requests lost their pages.")
+    return problems
 
 
 def _headline(row: dict[str, Any]) -> str:
@@ -332,7 +341,11 @@ def _headline(row: dict[str, Any]) -> str:
 
 
 def _write(path: Path, args: argparse.Namespace, rows: list[dict[str, Any]], bandwidth: float | None) -> None:
-    """Raise ConfigError if the file cannot be written."""
+    """Write the result.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items() if name != "run"}
     result = environment() | {
         "command": " ".join(sys.argv),

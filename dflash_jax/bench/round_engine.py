@@ -1,4 +1,4 @@
-"""The engine that `bench round` measures, and how: rounds that keep as many drafts as they are told."""
+"""The engine that `bench round` measures: its rounds keep a fixed number of drafts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from dflash_jax.engine.programs.planner import PlannedChunk, PlannedRound, Plann
 
 
 def keep_exactly(tokens: Int[Array, "B T"], drafts: Int[Array, "B R"], *, count: int) -> Int[Array, " B"]:
-    """In place of `accepted`: of each sequence `count` drafts are confirmed, or all of less, whatever they are.
+    """A replacement of `accepted` that confirms `count` drafts of each sequence, or all if there are fewer.
 
-    The tokens are those that the target sampled, the next anchor among them: a round's work stays what it is, so those
-    that are confirmed indeed are counted, too.
+    The tokens are those that the target sampled, the next anchor among them. The drafts that agree are counted as well,
+    so that a round does all of its usual work.
     """
     kept = jnp.full(len(drafts), min(count, drafts.shape[1]))
     kept, _ = jax.lax.optimization_barrier((kept, accepted(tokens, drafts)))
@@ -35,21 +35,21 @@ def keep_exactly(tokens: Int[Array, "B T"], drafts: Int[Array, "B R"], *, count:
 
 
 class WaitingPlanner(Planner):
-    """Plans as if everything were compiled: what is not is compiled when it is called, and all sequences wait."""
+    """A planner that takes every program for compiled: it is compiled when called, while all sequences wait."""
 
     def prefill(self, pending: list[Running]) -> PlannedChunk:
-        """The best prefill."""
+        """The largest prefill."""
         return self.best_prefill(pending)
 
     def round(self, running: list[Running]) -> PlannedRound:
-        """A round of all sequences and the whole block."""
+        """A round of all sequences and the full block."""
         return self.best_round(running)
 
 
 class RoundEngine(Engine):
-    """An engine for measurements, which no server and no `LLM` makes.
+    """An engine for measurements only.
 
-    Its steps are the usual ones, drafts are drafted and verified; but how many of them are kept is told. Rounds begin
+    Its steps are the usual ones: drafts are drafted and verified, but the number that is kept is fixed. Rounds begin
     when the prompts of all sequences are in the cache.
     """
 
@@ -58,7 +58,7 @@ class RoundEngine(Engine):
         self.planner = WaitingPlanner(self.shapes, self.layout, self.runner, self.planner.lengths)
 
     def keep(self, num_accepted_tokens: int) -> None:
-        """From now on each round keeps so many drafts, whether they agree or not."""
+        """Keep this number of drafts in each round from now on, whether they agree or not."""
         self.runner.confirm = partial(keep_exactly, count=num_accepted_tokens)
 
     def _reserve_rounds(self) -> tuple[list[Running], list[Sequence]]:
@@ -67,22 +67,22 @@ class RoundEngine(Engine):
         return [], []
 
     def settle(self) -> None:
-        """Wait for what is enqueued; it stays unread."""
+        """Wait for enqueued work, without reading its results."""
         jax.block_until_ready((self.runner.slots, self.runner.caches))
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """What was seen of the rounds that were measured.
+    """Measured rounds.
 
     Attributes:
         seconds: of each, from one return of `Engine.step` to the next.
-        num_tokens: that they emitted, over all sequences.
-        kept: how many tokens rounds emitted for a sequence, each number once.
-        context: tokens of a sequence in the cache, on average over the rounds.
-        prefill_seconds: until every sequence had its first token, compiling included.
-        compiles: programs compiled meanwhile.
-        preemptions: sequences that lost their pages meanwhile.
+        num_tokens: emitted by all rounds, over all sequences.
+        kept: the numbers of tokens that rounds emitted for a sequence, each once.
+        context: mean tokens of a sequence in the cache.
+        prefill_seconds: until every sequence had its first token, compilation included.
+        compiles: programs compiled during the rounds.
+        preemptions: sequences that lost their pages during the rounds.
     """
 
     seconds: list[float]
@@ -95,10 +95,10 @@ class Rounds:
 
 
 def random_sequences(number: int, context: int, max_tokens: int, vocab_size: int, **options: Any) -> list[Sequence]:
-    """Greedy sequences with random prompts of `context` tokens, which end after `max_tokens` and nowhere else.
+    """Greedy sequences with random prompts; they end after `max_tokens` and for no other reason.
 
     Args:
-        number: how many.
+        number: of sequences.
         context: tokens of each prompt.
         max_tokens: of each completion.
         vocab_size: of the target.
@@ -125,8 +125,8 @@ def decode(engine: Engine, sequences: list[Sequence], *, warmup: int, rounds: in
 
     Args:
         engine: idle.
-        sequences: more tokens may come of each than warm-up and rounds emit.
-        warmup: rounds that come first and are not timed; the first of them may compile.
+        sequences: each may emit more tokens than warm-up and rounds do.
+        warmup: rounds before the timed ones; the first may compile.
         rounds: to time.
 
     Raises:
@@ -160,7 +160,7 @@ def decode(engine: Engine, sequences: list[Sequence], *, warmup: int, rounds: in
 
 
 def time_prefill(engine: Engine, context: int, repeats: int) -> list[float]:
-    """Seconds from the arrival of one prompt of `context` tokens, alone, to its first token; one run comes before.
+    """Seconds from the arrival of a single prompt of `context` tokens to its first token, after one untimed run.
 
     Raises:
         DFlashError: it failed.
@@ -178,7 +178,7 @@ def time_prefill(engine: Engine, context: int, repeats: int) -> list[float]:
 
 
 def step(engine: Engine, sequences: Seq[Sequence]) -> None:
-    """One step of the engine.
+    """Run one step of the engine.
 
     Raises:
         DFlashError: it failed, a sequence ended in it, or one has no pages.
@@ -199,7 +199,7 @@ def step(engine: Engine, sequences: Seq[Sequence]) -> None:
 
 
 def finish(engine: Engine, sequences: Seq[Sequence]) -> None:
-    """End the sequences, and let the engine come to rest."""
+    """End the sequences, and run until the engine is idle."""
     for sequence in sequences:
         engine.abort(sequence)
     while not engine.is_idle:

@@ -1,4 +1,4 @@
-"""What `bench round` runs: exact shapes of published models, by name, with random weights made on the devices."""
+"""Models of `bench round`: exact shapes of published models, by name, with random weights made on the devices."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dflash_jax.spec.fields import read_json
 from dflash_jax.weights.loader import Params
 from dflash_jax.weights.tables import Parameter, build, checkpoint_table, initializer, parameters_of
 
-DRAFT_LAYERS, DRAFT_BLOCK, DRAFT_MASK = 5, 16, 151_669  # of z-lab's Qwen3-4B-DFlash-b16 and Qwen3-8B-DFlash-b16
+DRAFT_LAYERS, DRAFT_BLOCK, DRAFT_MASK = 5, 16, 151_669  # those of z-lab's Qwen3-4B-DFlash-b16 and Qwen3-8B-DFlash-b16
 
 
 def qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int, *, tied: bool) -> dict[str, Any]:
-    """The `config.json` of a dense Qwen3, as far as shapes and arithmetic depend on it."""
+    """The fields of the `config.json` of a dense Qwen3 on which shapes and arithmetic depend."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": 151_936,
@@ -60,11 +60,11 @@ PRESETS = {
 
 
 def drafter_of(target: dict[str, Any], *, sliding_window: int | None = None) -> dict[str, Any]:
-    """The `config.json` of a drafter as z-lab publishes them: layers of the target's shapes that see everything.
+    """The `config.json` of a drafter as z-lab publishes them: layers of the target's shapes with full attention.
 
     Args:
-        target: the raw configuration of the target.
-        sliding_window: W of all layers but the last; None lets all of them see everything.
+        target: `config.json` of the target.
+        sliding_window: W of all layers but the last; None makes all layers full.
     """
     is_large = target["vocab_size"] > DRAFT_MASK
     layers = min(DRAFT_LAYERS, target["num_hidden_layers"] // 2)
@@ -84,10 +84,10 @@ def drafter_of(target: dict[str, Any], *, sliding_window: int | None = None) -> 
 def configs_of(
     model: str, draft_model: str | None, *, sliding_window: int | None = None
 ) -> tuple[TargetConfig, DraftConfig]:
-    """Target and drafter of a preset, or of folders that need hold no more than a `config.json`.
+    """Configurations of target and drafter, of a preset or of folders with a `config.json`.
 
     Args:
-        model: a name of `PRESETS`, or a folder.
+        model: a name in `PRESETS`, or a folder.
         draft_model: a folder; None takes `drafter_of` the target.
         sliding_window: of that drafter.
 
@@ -118,15 +118,15 @@ def configs_of(
 
 
 def random_params(config: TargetConfig | DraftConfig, dtype: DTypeLike, mesh: Mesh, seed: int) -> Params:
-    """Random weights of the exact shapes, made where they belong: norms at one, matrices from N(0, 0.02)."""
+    """Random weights made on their devices: norms are one, matrices come from N(0, 0.02)."""
     keys = itertools.count()
     programs: dict[tuple[str, tuple[int, ...]], Callable[[jax.Array], jax.Array]] = {}
 
     def make(parameter: Parameter) -> jax.Array:
         name, shape = parameter.path[-1], parameter.shape
         if (name, shape) not in programs:  # compiled once for all layers
-            own = jnp.int32 if name == "d2t" else dtype
-            fill = partial(initializer(parameter), shape=shape, dtype=own)
+            stored = jnp.int32 if name == "d2t" else dtype
+            fill = partial(initializer(parameter), shape=shape, dtype=stored)
             programs[name, shape] = jax.jit(fill, out_shardings=mesh.place(parameter.axes, shape))
         return programs[name, shape](jax.random.fold_in(jax.random.key(seed), next(keys)))
 

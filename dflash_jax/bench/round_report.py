@@ -1,4 +1,4 @@
-"""What `bench round` says: bytes that a round must read, vLLM's figures beside ours, and tables for people."""
+"""The report of `bench round`: bytes that a round must read, vLLM's figures beside ours, and tables for people."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ BASELINE_DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
 def weight_bytes(engine: Engine) -> dict[str, int]:
-    """Bytes of weights that the first device must read in a round: each once, and the head once a pass.
+    """Bytes of weights that the first device must read in a round: each weight once, and the head once a pass.
 
     Returns:
-        `target` with its head; with a drafter `draft`, and `draft_head` for its own pass over a head. Of an embedding a
-        round reads a few rows, which are left out.
+        `target` with its head; with a drafter `draft`, and `draft_head` for its own pass over a head. Embeddings are
+        left out: a round reads a few rows of them.
     """
     target, draft = engine.runner.params
     head = target.get("lm_head", target["embed_tokens"])
     layers = {name: value for name, value in target.items() if name not in ("lm_head", "embed_tokens")}
-    found = {"target": _on_first_device(layers) + _on_first_device(head)}
+    sizes = {"target": _on_first_device(layers) + _on_first_device(head)}
     if draft:
         # What an fp8 drafter has for its context alone is a copy of its keys' and values' projections.
         copies = {"lm_head", CONTEXT, f"{CONTEXT}_bias"}
-        found["draft"] = _on_first_device({name: value for name, value in draft.items() if name not in copies})
-        found["draft_head"] = _on_first_device(draft.get("lm_head", head))
-    return found
+        sizes["draft"] = _on_first_device({name: value for name, value in draft.items() if name not in copies})
+        sizes["draft_head"] = _on_first_device(draft.get("lm_head", head))
+    return sizes
 
 
 def _on_first_device(tree: Any) -> int:
@@ -47,10 +47,10 @@ def kv_bytes(engine: Engine, batch_size: int, context: float) -> int:
     """Bytes of keys and values that one device must read in a round over sequences of `context` tokens."""
     config, spec = engine.config, engine.spec
     devices = config.tensor_parallel_size
-    each = _kv_bytes(spec.target, config.kv_cache_dtype, devices, context)
+    bytes_a_sequence = _kv_bytes(spec.target, config.kv_cache_dtype, devices, context)
     if spec.draft is not None:
-        each += _kv_bytes(spec.draft, config.draft_kv_cache_dtype, devices, context)
-    return round(batch_size * each)
+        bytes_a_sequence += _kv_bytes(spec.draft, config.draft_kv_cache_dtype, devices, context)
+    return round(batch_size * bytes_a_sequence)
 
 
 def _kv_bytes(model: DecoderConfig, dtype: Any, devices: int, context: float) -> float:
@@ -59,7 +59,7 @@ def _kv_bytes(model: DecoderConfig, dtype: Any, devices: int, context: float) ->
 
 
 def kv_tokens(engine: Engine, budget: int, context: int) -> int:
-    """Tokens of sequences of `context` tokens that a budget of bytes on all devices holds."""
+    """Tokens of sequences of `context` tokens that fit into a budget of bytes on all devices."""
     spec = engine.spec
     return (
         budget * context // capacity_of(spec.target, spec.draft, engine.layout, engine.config).sequence_bytes(context)
@@ -67,12 +67,12 @@ def kv_tokens(engine: Engine, budget: int, context: int) -> int:
 
 
 def kv_budget(target: Any, draft: DraftConfig | None, config: EngineConfig) -> int:
-    """Bytes for keys and values on all devices; to be asked once parameters are there and pools are not."""
+    """Bytes for keys and values on all devices; call it when parameters are loaded and pools are not made yet."""
     return config.kv_cache_memory_bytes or free_bytes(target, draft, config)
 
 
 def load_baseline(path: Path | None) -> list[dict[str, Any]]:
-    """Rows of another engine's figures, of the form that `shared/baselines` has; none without a file.
+    """Rows of figures of another engine, in the form of `shared/baselines`; none without a file.
 
     Raises:
         ConfigError: there is no such file, or no rows in it.
@@ -90,7 +90,7 @@ def load_baseline(path: Path | None) -> list[dict[str, Any]]:
 
 
 def beside(row: dict[str, Any], baseline: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The row of a baseline that measured the same cell, if there is one."""
+    """The row of a baseline that measured the same cell; None if there is none."""
     cell = (row["speculation"], row["kv_cache_dtype"], row["batch_size"], row["context"], row["tensor_parallel_size"])
     for other in baseline:
         dtype = BASELINE_DTYPES.get(other["kv"], other["kv"])
@@ -100,7 +100,7 @@ def beside(row: dict[str, Any], baseline: list[dict[str, Any]]) -> dict[str, Any
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """A cell in few words."""
+    """A short name of a cell."""
     kind = "prefill" if row["kind"] == "prefill" else "DFlash" if row["speculation"] else "plain"
     batch = "" if row["kind"] == "prefill" else f" x{row['batch_size']}"
     drafter = f", {row['draft_quantization']} drafter" if row["draft_quantization"] else ""
@@ -108,19 +108,19 @@ def name_of(row: dict[str, Any]) -> str:
 
 
 def tables(rows: list[dict[str, Any]]) -> list[str]:
-    """The figures for people, as Markdown: steps, their parts and prefills."""
+    """Tables of the figures in Markdown: steps, their parts and prefills."""
     done = [row for row in rows if "failed" not in row]
     steps = [row for row in done if row["kind"] == "decode"]
     traced = [row for row in steps if row["trace"]]
     prefills = [row for row in done if row["kind"] == "prefill"]
-    found = []
+    parts = []
     if steps:
-        found.append(f"Steps while all requests decode:\n\n{table([_step(row) for row in steps])}")
+        parts.append(f"Steps while all requests decode:\n\n{table([_step(row) for row in steps])}")
     if traced:
-        found.append(f"Milliseconds of a step, by part:\n\n{table(_parts(traced))}")
+        parts.append(f"Milliseconds of a step, by part:\n\n{table(_parts(traced))}")
     if prefills:
-        found.append(f"Prefill of one prompt:\n\n{table([_prefill(row) for row in prefills])}")
-    return found
+        parts.append(f"Prefill of one prompt:\n\n{table([_prefill(row) for row in prefills])}")
+    return parts
 
 
 def _times(times: dict[str, float], baseline_ms: float | None) -> dict[str, str]:
@@ -152,7 +152,7 @@ def _prefill(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _parts(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """A line of each part, a column of each cell."""
+    """A line for each part, with a column for each cell."""
     names = dict.fromkeys(name for row in rows for name in row["trace"]["parts_ms"])
     lines = {name: [row["trace"]["parts_ms"].get(name, 0.0) for row in rows] for name in names}
     for label, name in {

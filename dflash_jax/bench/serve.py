@@ -1,14 +1,14 @@
-"""`bench serve`: load on an OpenAI-compatible server, and what it feels like to its clients.
+"""`bench serve`: load on an OpenAI-compatible server, and the latencies that its clients see.
 
 Times are taken when bytes are read from the socket.
 
 TTFT: to the first chunk that brings text, reasoning, a tool call, token ids or the end; a role alone does not count.
 E2EL: to the last such chunk.
 TPOT: (last - first such chunk) / (tokens - 1), of each request.
-ICL: between such chunks. Speculation brings several tokens in one.
-ITL: ICL shared out among the tokens of its chunk, each token being one sample (see `RequestRecord.inter_token`).
+ICL: between such chunks. With speculation a chunk brings several tokens.
+ITL: ICL divided among the tokens of its chunk, each token being one sample (see `RequestRecord.inter_token`).
 
-Numbers of tokens are the server's usage; chunks are never counted for them.
+Numbers of tokens are the server's usage; chunks are never counted as tokens.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from typing import Any
 import msgspec
 import uvloop
 
+from dflash_jax.base.acceptance import Acceptance
 from dflash_jax.base.errors import ConfigError, DFlashError
-from dflash_jax.bench import acceptance as accepted
 from dflash_jax.bench import report, workload
+from dflash_jax.bench.acceptance import of_prometheus, of_requests
 from dflash_jax.bench.client import CHAT, COMPLETIONS, complete, quote, request_body
 from dflash_jax.bench.http import HttpClient, RequestFailedError
 from dflash_jax.bench.stats import RequestRecord, spread
-from dflash_jax.bench.workload import SampleRequest
 from dflash_jax.progress import phase
+from dflash_jax.text.request_files import SampleRequest
 
 HELP = "load an OpenAI-compatible server and measure latency, throughput and acceptance"
-TICK = 0.01  # seconds between two looks at the event loop
-MOST_LAG = 10.0  # ms at p99, above which the figures are the generator's
+TICK = 0.01  # seconds between two measurements of the lag of the event loop
+MOST_LAG = 10.0  # ms at p99; above it the generator, not the server, decides the figures
 MOST_FILES = 65_536
-Send = Callable[[int], Coroutine[Any, Any, None]]  # sends the request of that number, and waits for its end
+Send = Callable[[int], Coroutine[Any, Any, None]]  # sends the request with this number, and waits for its end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command. Names are vLLM's where it has them."""
+    """Add the flags of the command; names are vLLM's where it has them."""
     server = parser.add_argument_group("server")
     server.add_argument("--base-url", default="http://127.0.0.1:8000", help="http or https, host and port")
     server.add_argument("--endpoint", default="completions", help="chat, completions, or a path that ends with these")
@@ -74,7 +75,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, write; returns the exit status.
+    """Measure, print and write; returns the exit status.
 
     Raises:
         ConfigError: an option is wrong.
@@ -116,7 +117,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(args: argparse.Namespace) -> str:
-    """The path of the endpoint.
+    """Check options; returns the path of the endpoint.
 
     Raises:
         ConfigError: an option is out of range.
@@ -134,7 +135,14 @@ def _check(args: argparse.Namespace) -> str:
 
 
 class Generator:
-    """Sends workloads to one endpoint. Every body is made before the clock starts."""
+    """Sends workloads to one endpoint; all bodies are made before the clock starts.
+
+    Args:
+        client: of the server.
+        endpoint: path.
+        options: fields of every request.
+        timeout_seconds: until a request has failed.
+    """
 
     def __init__(self, client: HttpClient, endpoint: str, options: dict[str, Any], timeout_seconds: float):
         self._client, self._endpoint, self._options, self._timeout = client, endpoint, options, timeout_seconds
@@ -142,12 +150,12 @@ class Generator:
     async def run(
         self, requests: Sequence[SampleRequest], args: argparse.Namespace
     ) -> tuple[list[RequestRecord], dict[str, Any]]:
-        """The records of all requests, times counting from the start, and what the generator itself cost."""
+        """Run a workload; returns the records, whose times count from the start, and what the generator itself cost."""
         with report.counting("measuring", len(requests)) as advance:
             records: dict[int, RequestRecord] = {}
             send = self.sender(requests, records, advance)
             gc.collect()
-            gc.freeze()  # else collections would look at all that was imported, and stall the event loop meanwhile
+            gc.freeze()  # collections then skip all imported modules; they would stall the event loop
             clock, cpu = time.perf_counter(), time.process_time()
             lags: list[float] = []
             watch = asyncio.create_task(_watch(lags))
@@ -167,7 +175,7 @@ class Generator:
         records: dict[int, RequestRecord],
         advance: Callable[[RequestRecord], None],
     ) -> Send:
-        """What sends a request by its number, and files its record."""
+        """A function that sends a request by its number and keeps its record."""
         bodies = [request_body(request, self._endpoint, self._options) for request in requests]
 
         async def send(number: int) -> None:
@@ -184,7 +192,7 @@ class Generator:
 
 
 async def closed_loop(send: Send, num: int, concurrency: int) -> None:
-    """As many requests at a time, a new one when one has ended."""
+    """Keep a fixed number of requests running: a new one starts when one ends."""
     numbers = iter(range(num))
 
     async def work() -> None:
@@ -195,7 +203,7 @@ async def closed_loop(send: Send, num: int, concurrency: int) -> None:
 
 
 async def open_loop(send: Send, arrivals: Sequence[float]) -> None:
-    """Each request at its time, in seconds from now, whatever has become of the others."""
+    """Start each request at its time, in seconds from now, whatever became of the others."""
     clock = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for number, arrival in enumerate(arrivals):
@@ -206,17 +214,17 @@ async def open_loop(send: Send, arrivals: Sequence[float]) -> None:
 
 
 async def _watch(lags: list[float]) -> None:
-    """Note by how many ms the event loop is late, again and again, until cancelled."""
+    """Measure by how many ms the event loop is late, again and again, until cancelled."""
     while True:
         due = time.perf_counter() + TICK
         try:
             await asyncio.sleep(TICK)
-        finally:  # a stall at the very end counts, too
+        finally:  # a stall at the end counts as well
             lags.append(1e3 * max(time.perf_counter() - due, 0.0))
 
 
 def _cost(lags: list[float], seconds: float, cpu_seconds: float) -> dict[str, Any]:
-    """What the generator cost: how late its event loop was in ms, and its CPU time as cores."""
+    """Cost of the generator: lag of its event loop in ms, and its CPU time as a number of cores."""
     return {
         **spread("loop_lag_ms", lags),
         "max_loop_lag_ms": max(lags, default=None),
@@ -235,24 +243,24 @@ def _lag_warnings(lag: dict[str, Any]) -> list[str]:
 
 
 def _since(clock: float, record: RequestRecord) -> RequestRecord:
-    """A record whose times count from the start of the run."""
+    """A record with times that count from the start of the run."""
     record.start, record.end = record.start - clock, record.end - clock
     record.arrivals = [(at - clock, tokens) for at, tokens in record.arrivals]
     return record
 
 
-def _acceptance(records: Sequence[RequestRecord], before: str, after: str) -> accepted.Acceptance | None:
-    """The requests' own accounts, which leave out what others do; else the server's counters."""
+def _acceptance(records: Sequence[RequestRecord], before: str, after: str) -> Acceptance | None:
+    """Acceptance as the requests reported it, which leaves out requests of others; else from the server's counters."""
     good = [r for r in records if r.error_kind is None]
-    told = accepted.of_requests(r.speculative_decoding for r in good if r.speculative_decoding is not None)
-    return told or accepted.of_prometheus(before, after)
+    reported = of_requests(r.speculative_decoding for r in good if r.speculative_decoding is not None)
+    return reported or of_prometheus(before, after)
 
 
 async def _warm_up(generator: Generator, warmups: Sequence[SampleRequest], concurrency: int | None) -> None:
     """Run the warm-ups.
 
     Raises:
-        DFlashError: one failed; nothing is worth measuring then.
+        DFlashError: one failed.
     """
     records: dict[int, RequestRecord] = {}
     with report.counting("warming up", len(warmups)) as advance:
@@ -264,7 +272,7 @@ async def _warm_up(generator: Generator, warmups: Sequence[SampleRequest], concu
 
 
 async def _first_model(client: HttpClient) -> str:
-    """The first of the models that the server lists.
+    """The first model that the server lists.
 
     Raises:
         DFlashError: it lists none.
@@ -282,7 +290,7 @@ async def _first_model(client: HttpClient) -> str:
 
 
 async def _text(client: HttpClient, path: str) -> str:
-    """What a path answers, empty if it does not."""
+    """The body of a path; empty if the server does not answer it."""
     with suppress(RequestFailedError):
         status, body = await client.fetch("GET", path)
         if status == 200:
@@ -291,14 +299,14 @@ async def _text(client: HttpClient, path: str) -> str:
 
 
 async def _version(client: HttpClient) -> str | None:
-    """The server's version, if it tells one."""
+    """The server's version, if it states one."""
     with suppress(msgspec.DecodeError, LookupError, TypeError):
         return str(msgspec.json.decode(await _text(client, "/version"))["version"])
     return None
 
 
 def _raise_file_limit() -> None:
-    """Let the process have as many sockets as it may."""
+    """Raise the limit of open sockets as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

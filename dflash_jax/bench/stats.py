@@ -1,4 +1,4 @@
-"""From what was seen of each request to the figures: pure arithmetic on times in seconds."""
+"""From records of requests to figures: pure arithmetic on times in seconds."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What was seen of one request. Times are in seconds of one clock.
+    """Observations of one request; times are in seconds of one clock.
 
     Attributes:
-        output_len: the most tokens that it asked for.
+        output_len: limit of tokens that it asked for.
         start: when it was sent, connecting included.
         end: when its stream ended or failed.
-        arrivals: when something of the answer came, and how many tokens that were, 0 where the server did not say.
-            What came in one read of the socket came at one time.
-        prompt_tokens, completion_tokens: of the server's usage.
+        arrivals: times at which parts of the answer arrived, and their tokens, 0 where the server did not say. Parts in
+            one read of the socket have one time.
+        prompt_tokens: of the server's usage.
+        completion_tokens: of the server's usage.
         finish_reason: the server's.
-        speculative_decoding: the server's account of the request, if it gives one.
-        error_kind, error: None if all went well.
+        speculative_decoding: the server's report of the request, if it sends one.
+        error_kind: None if the request succeeded.
+        error: what failed.
     """
 
     output_len: int
@@ -65,14 +67,15 @@ class RequestRecord:
 
     @property
     def inter_token(self) -> list[tuple[float, float]]:
-        """(seconds a token, tokens) of each arrival but the first: its gap, shared out among its tokens.
+        """(seconds a token, tokens) of each arrival but the first: its gap, divided among its tokens.
 
-        Speculation brings several tokens at once. Where the server tells the tokens of every arrival (`token_ids`) and
-        they add up to its usage, these are used; else all but the first token are spread evenly over the gaps.
+        With speculation several tokens arrive at once. Where the server states the tokens of every arrival
+        (`token_ids`) and their sum is its usage, these are used; else all tokens but the first are spread evenly over
+        the gaps.
         """
         if sum(tokens for _, tokens in self.arrivals) == self.completion_tokens:
-            told = [(time, tokens) for time, tokens in self.arrivals if tokens]
-            return [((after - before) / tokens, tokens) for (before, _), (after, tokens) in pairwise(told)]
+            counted = [(time, tokens) for time, tokens in self.arrivals if tokens]
+            return [((after - before) / tokens, tokens) for (before, _), (after, tokens) in pairwise(counted)]
         gaps = self.gaps
         if not gaps or self.completion_tokens < 2:
             return []
@@ -80,7 +83,7 @@ class RequestRecord:
         return [(gap / share, share) for gap in gaps]
 
     def to_dict(self) -> dict[str, Any]:
-        """As the detailed result has it, times in seconds after the start of the run."""
+        """The record as the detailed result holds it, times in seconds after the start of the run."""
         is_good = self.error_kind is None
         return {
             "start": self.start,
@@ -98,7 +101,7 @@ class RequestRecord:
 
 
 def spread(name: str, samples: Sequence[float], weights: Sequence[float] | None = None) -> dict[str, float | None]:
-    """`mean_<name>`, `p50_<name>`, ... of samples; None where there are none. Weights count a sample so many times."""
+    """`mean_<name>`, `p50_<name>` and so on of samples; None without samples. A weight counts its sample that often."""
     keys = [f"mean_{name}", *(f"p{p}_{name}" for p in PERCENTILES)]
     if not samples:
         return dict.fromkeys(keys)
@@ -110,15 +113,15 @@ def spread(name: str, samples: Sequence[float], weights: Sequence[float] | None 
 
 
 def peak_concurrency(records: Sequence[RequestRecord]) -> int:
-    """Most requests that were under way at a time."""
+    """Largest number of requests that ran at one time."""
     changes = sorted([(r.start, 1) for r in records] + [(r.end, -1) for r in records])
     return int(max(np.cumsum([change for _, change in changes]), default=0))
 
 
 def summarize(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """The figures of a run, under vLLM's names; times are in ms but for `duration`.
+    """Figures of a run under vLLM's names; times are in ms except `duration`.
 
-    Only requests without an error count as throughput, over the time from the first start to the last end of all.
+    Only requests without an error count for throughput, over the time from the first start to the last end of all.
     """
     good = [r for r in records if r.error_kind is None]
     duration = max(r.end for r in records) - min(r.start for r in records)
@@ -148,7 +151,7 @@ def summarize(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def errors(records: Sequence[RequestRecord]) -> dict[str, dict[str, Any]]:
-    """How many requests failed in each way, the commonest first, and what the first of them said."""
+    """Number of failed requests by kind, most frequent first, with the message of the first of each kind."""
     kinds: dict[str, dict[str, Any]] = {}
     for record in records:
         if record.error_kind is not None:

@@ -1,45 +1,26 @@
-"""What is asked: prompts and lengths, from a seed or from a file, and when each is sent."""
+"""Workloads: prompts and lengths, from a seed or from a file, and arrival times."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dflash_jax.base.errors import ConfigError
+from dflash_jax.text.request_files import SampleRequest, read_jsonl
 
-MOST_RANDOM = 1000  # prompts, unless told otherwise: vLLM's default
-FEW_RANDOM = 32  # the same of an engine on CPUs, which takes half a second for a prompt of 1,024 tokens
-# Short and common, so that most vocabularies have each of them as one token.
+MOST_RANDOM = 1000  # default number of random prompts, as in vLLM
+FEW_RANDOM = 32  # default number in process on CPUs, where a prompt of 1,024 tokens takes half a second
+# Short, common words: most vocabularies have each of them as one token.
 COMMON_WORDS = (
     "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they which "
     "one you were all her she there would their we him been has when who will no more if out so up said what its about "
     "than into them can only other time new some could these two may first then do any like my now over such our man "
     "me even most made after also well did many must before back see through way where get much go good own"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """One request of a workload: text, token ids or messages, and the most tokens to answer with."""
-
-    prompt: str | list[int] | list[dict[str, Any]]
-    output_len: int
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether the prompt is a list of messages."""
-        return isinstance(self.prompt, list) and isinstance(self.prompt[0], dict)
-
-    @property
-    def is_text(self) -> bool:
-        """Whether the prompt is text."""
-        return isinstance(self.prompt, str)
 
 
 @dataclass(frozen=True)
@@ -62,7 +43,7 @@ class RandomLengths:
             raise ConfigError(f"--random-range-ratio={self.range_ratio} must be in [0, 1).")
 
     def draw(self, length: int, num: int, rng: np.random.Generator) -> list[int]:
-        """As many lengths around one."""
+        """Draw `num` lengths around `length`."""
         low, high = math.floor(length * (1 - self.range_ratio)), math.ceil(length * (1 + self.range_ratio))
         return rng.integers(max(low, 1), high + 1, num).tolist()
 
@@ -70,7 +51,14 @@ class RandomLengths:
 def random_requests(
     num: int, lengths: RandomLengths, *, seed: int, vocab_size: int, as_text: bool = False
 ) -> list[SampleRequest]:
-    """Prompts of random token ids below `vocab_size`, or of as many random words; the same for the same seed.
+    """Prompts of random token ids below `vocab_size`, or of random words; equal for equal seeds.
+
+    Args:
+        num: requests.
+        lengths: of prompts and answers.
+        seed: decides all of them.
+        vocab_size: of the model.
+        as_text: prompts are words, not token ids.
 
     Raises:
         ConfigError: the vocabulary is empty.
@@ -87,47 +75,13 @@ def random_requests(
     return requests
 
 
-def read_jsonl(path: Path, default_output_len: int) -> list[SampleRequest]:
-    """One request a line: `prompt` (text or token ids) or `messages`, and perhaps `output_tokens`.
-
-    Raises:
-        ConfigError: the file cannot be read, is empty, or a line is not such a request.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--dataset-path {path} cannot be read ({error}); give a JSONL file in UTF-8.") from error
-    requests = [
-        _request_of(line, default_output_len, f"{path}, line {number}")
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
-    if not requests:
-        raise ConfigError(f"--dataset-path {path} holds no request; give one JSON object a line.")
-    return requests
-
-
-def _request_of(line: str, default_output_len: int, where: str) -> SampleRequest:
-    try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where} is not JSON ({error}); give one JSON object a line.") from error
-    if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
-        raise ConfigError(f"{where} needs exactly one of 'prompt' and 'messages'.")
-    name = "prompt" if "prompt" in fields else "messages"
-    prompt, kind = fields[name], dict if name == "messages" else int
-    is_list = isinstance(prompt, list) and len(prompt) > 0 and all(type(part) is kind for part in prompt)
-    if not is_list and not (name == "prompt" and isinstance(prompt, str) and prompt):
-        allowed = "a list of messages" if name == "messages" else "text or a list of token ids"
-        raise ConfigError(f"{where}: {name!r} must be {allowed}, not empty.")
-    output_len = fields.get("output_tokens", default_output_len)
-    if type(output_len) is not int or output_len < 1:
-        raise ConfigError(f"{where}: output_tokens={output_len!r} must be an integer of at least 1.")
-    return SampleRequest(prompt, output_len)
-
-
 def arrival_times(num: int, request_rate: float, seed: int) -> list[float]:
-    """When each request of a Poisson process comes, in seconds after the first; all at once if the rate is inf.
+    """Arrival times of a Poisson process, in seconds after the first; all zero for an infinite rate.
+
+    Args:
+        num: requests.
+        request_rate: requests a second.
+        seed: decides the times.
 
     Raises:
         ConfigError: the rate is not above 0.
@@ -141,7 +95,7 @@ def arrival_times(num: int, request_rate: float, seed: int) -> list[float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the workload."""
+    """Add the flags of the workload."""
     group = parser.add_argument_group("workload")
     group.add_argument("--dataset-name", default="random", choices=["random", "jsonl"], help="where prompts come from")
     group.add_argument("--dataset-path", type=Path, help="JSONL of prompt or messages, and perhaps output_tokens")
@@ -166,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Workload:
-    """What to measure, and what to run before."""
+    """Requests to measure, requests to run before, and warnings for the report."""
 
     requests: list[SampleRequest]
     warmups: list[SampleRequest]
@@ -174,19 +128,19 @@ class Workload:
 
 
 def load(args: argparse.Namespace, *, as_text: bool, num_random: int = MOST_RANDOM) -> Workload:
-    """The workload of a command line.
+    """Make the workload of a command line.
 
     Args:
         args: of the command.
         as_text: whether random prompts are words.
-        num_random: how many there are unless told otherwise.
+        num_random: default number of random prompts.
 
     Raises:
-        ConfigError: an option is out of range, or the file does not hold what it should.
+        ConfigError: an option is out of range, or the file is not one of requests.
     """
-    for name, value, least in (("prompts", args.num_prompts, 1), ("warmups", args.num_warmups, 0)):
-        if value is not None and value < least:
-            raise ConfigError(f"--num-{name}={value} must be at least {least}.")
+    for name, value, minimum in (("prompts", args.num_prompts, 1), ("warmups", args.num_warmups, 0)):
+        if value is not None and value < minimum:
+            raise ConfigError(f"--num-{name}={value} must be at least {minimum}.")
     if args.seed < 0:
         raise ConfigError(f"--seed={args.seed} must be at least 0.")
     if args.dataset_name == "jsonl":
@@ -198,7 +152,7 @@ def load(args: argparse.Namespace, *, as_text: bool, num_random: int = MOST_RAND
     def draw(num: int, seed: int) -> list[SampleRequest]:
         return random_requests(num, lengths, seed=seed, vocab_size=args.random_vocab_size, as_text=as_text)
 
-    # Other prompts than those measured: a prefix cache must not know these.
+    # Warm-ups have prompts of their own, so that the prefix cache does not know the measured ones.
     return Workload(draw(args.num_prompts or num_random, args.seed), draw(args.num_warmups, args.seed + 1), [])
 
 

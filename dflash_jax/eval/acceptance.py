@@ -1,4 +1,4 @@
-"""What a drafter gains, in tokens: counted over the rounds of finished requests."""
+"""Acceptance of a drafter, counted over the rounds of finished requests."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax.base import acceptance as rounds
 from dflash_jax.base.errors import DFlashError
 from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams
-from dflash_jax.bench import acceptance as rounds
 from dflash_jax.llm import LLM
 from dflash_jax.text.repetition import repeated_ngrams
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Figures of some requests. Lengths count the bonus token, as the paper does; what nothing was seen of is None.
+    """Figures of finished requests. Lengths count the bonus token, as the paper does; figures without data are None.
 
-    The first token of a completion comes from prefill and is of no round. A round that the end of its completion cuts
-    short counts what is left of it, so that lengths are a little too small rather than too large.
+    The first token of a completion comes from prefill and belongs to no round. A round that the end of its completion
+    cuts short counts the tokens that were kept, so that lengths are slightly too small rather than too large.
 
     Attributes:
         num_requests: prompts.
         num_tokens: tokens of all completions.
         rounds: the engine's rounds, drafts and the histogram of accepted drafts, summed.
         mean_acceptance_length: tokens that rounds emitted / rounds.
-        mean_acceptance_length_by_request: the mean over requests of the same ratio of each.
-        least_repetitive_acceptance_length: `mean_acceptance_length` of the half of the requests that repeat least.
-        acceptance_per_position: entry k: in which share of the rounds that verified drafts draft k + 1 became a token,
-            as vLLM counts.
-        conditional_acceptance: entry k: the same share of those rounds that took every draft before it and had it.
-        finish_reasons: how many completions ended for each.
-        repeated_ngrams: mean over completions of `repeated_ngrams`, the share of 8-grams that came before.
+        mean_acceptance_length_by_request: mean over requests of their own mean acceptance lengths.
+        least_repetitive_acceptance_length: `mean_acceptance_length` of the half of the requests with the smallest
+            `repetition`.
+        acceptance_per_position: entry k: share of the rounds with drafts in which draft k + 1 was accepted, as vLLM
+            counts.
+        conditional_acceptance: entry k: the same share among rounds that had draft k + 1 and accepted every draft
+            before it; None where there is no such round.
+        finish_reasons: number of completions by reason.
+        repeated_ngrams: mean over completions of `repeated_ngrams`, the share of 8-grams that occurred before.
     """
 
     num_requests: int
@@ -49,7 +51,7 @@ class Acceptance:
     repeated_ngrams: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can have it; `rounds` as `bench` writes them."""
+        """The figures as JSON; `rounds` as `bench` writes them."""
         return {**vars(self), "rounds": self.rounds.to_dict()}
 
 
@@ -60,7 +62,13 @@ def measure(
     *,
     use_tqdm: bool | Callable[..., Any] = False,
 ) -> Acceptance:
-    """Complete prompts and count what the drafter gained; `use_tqdm` is that of `LLM.generate`.
+    """Complete prompts and count accepted drafts.
+
+    Args:
+        llm: the engine.
+        prompts: to complete.
+        params: of all prompts or of each; None takes the model's defaults.
+        use_tqdm: as in `LLM.generate`.
 
     Raises:
         RequestError: a prompt cannot be served.
@@ -70,7 +78,7 @@ def measure(
 
 
 def acceptance_of(outputs: Sequence[RequestOutput]) -> Acceptance:
-    """The figures of finished requests.
+    """Figures of finished requests.
 
     Raises:
         DFlashError: a completion failed.
@@ -101,7 +109,7 @@ def positions(lengths: Sequence[int], drafts: Sequence[int]) -> tuple[list[float
 
     Args:
         lengths: tokens that each round emitted, 1 to its drafts + 1.
-        drafts: drafts that it verified; rounds without any tell nothing.
+        drafts: drafts that each round verified; rounds without drafts are left out.
     """
     pairs = [(length - 1, draft) for length, draft in zip(lengths, drafts, strict=True) if draft]
     if not pairs:
@@ -115,7 +123,7 @@ def positions(lengths: Sequence[int], drafts: Sequence[int]) -> tuple[list[float
 
 
 def repetition(output: RequestOutput) -> float:
-    """Share of 8-grams of its completions that came before in the same one."""
+    """Share of the 8-grams of its completions that occurred before in the same completion, mean over completions."""
     return float(np.mean([repeated_ngrams(completion.token_ids) for completion in output.outputs]))
 
 

@@ -52,14 +52,14 @@ def run(args: argparse.Namespace) -> int:
         for cell in measure_engine(llm, block, samples, args.temperature, sampling, plain=not args.no_plain):
             cells.append(cell)
             result = report.build_result(args, llm.config, cells)
-            report.write(result, args.output / "results.json")  # after each, so that an end midway costs little
+            report.write(result, args.output / "results.json")  # after each: an interrupted run keeps them
         del llm
         gc.collect()  # the next engine needs the memory of this one
     return report.finish(result, args.output, plots=not args.no_plots)
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of the results if it is not there.
+    """Make the folder of the results if it is absent.
 
     Raises:
         ConfigError: it cannot be made.

@@ -1,4 +1,4 @@
-"""The same samples with the drafter and without, through one engine after another."""
+"""Decode the same samples with the drafter and without, with one engine after another."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from dflash_jax.eval.datasets import Sample
 from dflash_jax.llm import LLM
 from dflash_jax.progress import Begin, Phase, phase
 
-WARMUP_TOKENS = 16
-BATCHES = 4  # of samples side by side that one way decodes before the other has its turn
+BATCHES = 4  # batches of max_num_seqs samples that are decoded with the drafter, or without, before the other turn
+WARMUP_TOKENS = 16  # of each answer
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled, but for the temperature."""
+    """Sampling of answers, without the temperature.
+
+    Attributes:
+        max_tokens: limit of tokens of an answer.
+        seed: of the first sample; later ones count on from it.
+        style: of prompts, as in `conversations.opening`.
+    """
 
     max_tokens: int
     seed: int
     style: str
 
     def params(self, temperature: float, num: int, *, speculation: bool) -> list[SamplingParams]:
-        """Of each sample; seeded, so that an answer is the same with the drafter as without it."""
+        """Parameters of each sample, seeded so that an answer is the same with the drafter and without."""
         return [
             SamplingParams(
                 temperature=temperature,
@@ -46,8 +52,8 @@ class Cell:
         temperature: of sampling.
         num_speculative_tokens: drafts that each round verified, or "auto".
         run: with the drafter.
-        plain: without it; None if that was not wanted.
-        acceptance: of `run`.
+        plain: without the drafter; None if it was not asked for.
+        acceptance: figures of `run`.
     """
 
     dataset: str
@@ -59,20 +65,20 @@ class Cell:
 
     @property
     def speedup(self) -> float | None:
-        """Tokens/s with the drafter over those without."""
+        """Tokens/s with the drafter / tokens/s without; None without `plain`."""
         return None if self.plain is None else self.run.tokens_per_second / self.plain.tokens_per_second
 
     @property
     def differences(self) -> tuple[int, int] | None:
-        """How many answers differ from those without the drafter, and of how many.
+        """Number of answers that differ from those without the drafter, and number of answers compared.
 
-        A later turn is compared only where the conversation before it was the same.
+        A later turn is compared only where the conversation before it is the same.
         """
         return None if self.plain is None else differing(self.run, self.plain)
 
 
 def differing(run: Run, plain: Run) -> tuple[int, int]:
-    """Answers of the same samples to the same prompts that have other tokens, and all answers to the same prompts."""
+    """Among answers to equal prompts of the same samples: number of those with other tokens, and number of all."""
     pairs = [(mine.output, other.output) for mine, other in zip(run.answers, plain.answers, strict=True)]
     same_prompt = [pair for pair in pairs if pair[0].prompt_token_ids == pair[1].prompt_token_ids]
     differ = sum(mine.outputs[0].token_ids != other.outputs[0].token_ids for mine, other in same_prompt)
@@ -88,15 +94,20 @@ def measure_engine(
     *,
     plain: bool,
 ) -> Iterator[Cell]:
-    """The cells of one engine. With the drafter and without are measured in turns: a machine's speed changes.
+    """Measure the cells of one engine.
+
+    Decoding with and without the drafter takes turns, since the speed of a machine changes with time.
 
     Args:
         llm: with a drafter.
-        num_speculative_tokens: as it was loaded with.
+        num_speculative_tokens: that the engine was loaded with.
         datasets: samples by the name of their data set.
         temperatures: of sampling.
-        sampling: the rest of it.
+        sampling: its other parameters.
         plain: whether to decode without the drafter, too.
+
+    Yields:
+        A cell for each data set and temperature.
     """
     ways = (False, True) if plain else (True,)
     for name, samples in datasets.items():
@@ -126,11 +137,11 @@ def compile_programs(
     plain: bool,
     within: Begin,
 ) -> None:
-    """Compile what `measure_engine` needs, so that nothing is compiled while it measures; arguments are its own."""
+    """Compile what `measure_engine` needs for the same arguments, so that it compiles nothing while it measures."""
     instruct = is_instruct(llm.frontend)
     for samples in datasets.values():
         prompts = [prompt_of(opening(s, sampling.style, instruct=instruct), llm.frontend, "warm-up") for s in samples]
-        if any(sample.follow_ups for sample in samples):  # what they follow is not known yet
+        if any(sample.follow_ups for sample in samples):  # their prompts hold answers that are not known yet
             longest = llm.config.max_model_len - sampling.max_tokens
             chunks = [chunk for chunk in llm.engine.shapes.chunks if chunk <= longest]
             prompts += [{"prompt_token_ids": [0] * chunk} for chunk in chunks]
@@ -140,7 +151,7 @@ def compile_programs(
 
 
 def warm_up(llm: LLM, samples: Sequence[Sample], temperature: float, sampling: Sampling) -> None:
-    """Answer some samples briefly, with and without the drafter, so that what comes first is not timed."""
+    """Answer some samples briefly, with and without the drafter, so that first runs are not timed."""
     first = samples[: llm.config.max_num_seqs]
     brief = Sampling(min(WARMUP_TOKENS, sampling.max_tokens), sampling.seed, sampling.style)
     for speculation in (False, True):

@@ -1,4 +1,4 @@
-"""Samples become prompts, and prompts conversations: chat or raw, one turn or several."""
+"""From samples to prompts and conversations: chat or raw text, one turn or several."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT_STYLES = ("auto", "chat", "raw")
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said in one turn of a sample; the first turn is 0."""
+    """The output of one turn of a sample; the first turn is 0."""
 
     sample_id: str
     turn: int
@@ -29,8 +29,9 @@ class Run:
     """Answers to all turns of some samples, turn after turn.
 
     Attributes:
-        seconds: time that the engine took for them.
-        num_compiles: programs that it had to compile meanwhile; where there are any, the time says little.
+        answers: in the order of turns, and of samples in each turn.
+        seconds: time that the engine took.
+        num_compiles: programs compiled during that time; if there are any, the time is not meaningful.
     """
 
     answers: list[Answer]
@@ -39,7 +40,7 @@ class Run:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """Of all answers."""
+        """Outputs of all answers."""
         return [answer.output for answer in self.answers]
 
     @property
@@ -49,30 +50,31 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens over the whole time, prefill included."""
+        """Output tokens / time, prefill included."""
         return self.num_tokens / self.seconds
 
 
 def joined(runs: Sequence[Run]) -> Run:
-    """Runs after one another as one."""
+    """Join runs that followed one another."""
     answers = [answer for run in runs for answer in run.answers]
     return Run(answers, sum(run.seconds for run in runs), sum(run.num_compiles for run in runs))
 
 
 def is_instruct(renderer: Renderer) -> bool:
-    """Whether the chat template marks who speaks: whether it renders more than what was said."""
+    """Whether the chat template marks roles: whether it renders anything beside the content."""
     if renderer.tokenizer is None or not renderer.tokenizer.has_chat_template:
         return False
-    said = "Hello"
-    return renderer.chat_text([{"role": "user", "content": said}]).strip() != said
+    content = "Hello"
+    return renderer.chat_text([{"role": "user", "content": content}]).strip() != content
 
 
 def opening(sample: Sample, style: str, *, instruct: bool) -> History:
-    """How a sample begins: messages if it is a chat, text if it is to be continued.
+    """How the conversation of a sample begins: messages for a chat, text to be continued.
 
     Args:
-        sample: as its data set has it; messages and token ids stay what they are.
-        style: "chat" asks every text, "raw" continues every text, "auto" asks what is a question to an instruct model.
+        sample: of a data set; messages and token ids stay as they are.
+        style: "chat" sends every text as a user's message, "raw" continues every text, "auto" sends questions as
+            messages to an instruct model.
         instruct: whether the model is one.
     """
     if not isinstance(sample.prompt, str):
@@ -83,7 +85,7 @@ def opening(sample: Sample, style: str, *, instruct: bool) -> History:
 
 
 def continued(history: History, answer: str, follow_up: str) -> History:
-    """A conversation with the model's answer and what the user says to it; without roles, parts of a text."""
+    """A conversation with the model's answer and the user's next message; without roles, the texts are concatenated."""
     if isinstance(history, list):
         return [*history, {"role": "assistant", "content": answer}, {"role": "user", "content": follow_up}]
     assert isinstance(history, str)  # token ids come from a JSONL file, which has no follow-ups
@@ -91,7 +93,13 @@ def continued(history: History, answer: str, follow_up: str) -> History:
 
 
 def prompt_of(history: History, renderer: Renderer, salt: str) -> TokensPrompt:
-    """The token ids of a conversation. Pages are shared only within `salt`: no run finds another's prompts cached."""
+    """Tokenise a conversation.
+
+    Args:
+        history: the conversation so far.
+        renderer: of the model.
+        salt: pages are shared only within it, so that no run finds prompts of another in the prefix cache.
+    """
     ids: Sequence[int]
     if isinstance(history, str):
         ids = renderer.need_tokenizer("a text prompt").encode(history)
@@ -111,12 +119,12 @@ def converse(
     salt: str,
     use_tqdm: bool | Callable[..., Any] = False,
 ) -> Run:
-    """Have every conversation: all first turns at once, then all second ones after the model's own answers.
+    """Have all conversations: all first turns side by side, then all second turns after the model's own answers.
 
     Args:
-        llm: that answers.
+        llm: the engine.
         samples: how conversations begin.
-        params: of each.
+        params: sampling parameters of each.
         style: of prompts, as in `opening`.
         salt: pages are shared only within it.
         use_tqdm: as in `LLM.generate`, which is called for every turn.

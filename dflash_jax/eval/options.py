@@ -1,4 +1,4 @@
-"""The options of `eval acceptance`."""
+"""Flags of `eval acceptance`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AUTO = "auto"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the flags of the command."""
     add_engine_arguments(parser, without=("num_speculative_tokens",), compile_at_start=None)
     add = parser.add_argument_group("what to measure").add_argument
     data_help = "humaneval, mt-bench, python (build/corpus), a folder or .tar.gz of .py files, or a JSONL file; several"
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def block_length(text: str) -> int | str:
-    """Drafts a round: a number, or "auto"."""
+    """Parse the drafts of a round: a number, or "auto"."""
     if text == AUTO:
         return AUTO
     try:
@@ -48,7 +48,7 @@ def block_length(text: str) -> int | str:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what cannot be measured, before anything is loaded.
+    """Refuse impossible options before anything is loaded.
 
     Raises:
         ConfigError: an option is out of range.

@@ -1,4 +1,4 @@
-"""Plots of a result as PNG files. No display is needed: figures draw themselves with Agg."""
+"""Plots of a result as PNG files, drawn by the Agg backend without a display."""
 
 from __future__ import annotations
 
@@ -13,14 +13,21 @@ from dflash_jax.base.errors import ConfigError
 from dflash_jax.eval.datasets import short_name
 
 DPI = 150
-PANEL = (5.0, 3.4)  # inches
+PANEL = (5.0, 3.4)  # inches, width and height
 COLUMNS = 3  # panels side by side, at most
-BAR_GROUP = 0.8  # of the distance between two groups of bars
+BAR_GROUP = 0.8  # width of a group of bars, as a share of the distance between groups
 Cells = Sequence[dict[str, Any]]
 
 
 def draw(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw what a result holds; returns the files: acceptance by position, lengths, and speed-up if it is known.
+    """Draw acceptance by position, acceptance lengths and, if plain decoding was measured, speed-up.
+
+    Args:
+        result: as `report.build_result` returns it.
+        folder: for the files.
+
+    Returns:
+        Paths of the files.
 
     Raises:
         ConfigError: a file cannot be written.
@@ -44,7 +51,7 @@ def draw(result: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _panels(cells: Cells, draw_panel: Callable[[Axes, Cells], None]) -> Figure:
-    """A panel for each data set, with one legend."""
+    """A figure with a panel for each data set, and one legend."""
     names = list(dict.fromkeys(cell["dataset"] for cell in cells))
     columns = min(len(names), COLUMNS)
     rows = -(-len(names) // columns)
@@ -91,9 +98,9 @@ def _speedup(cells: Cells) -> Figure:
     figure = Figure(figsize=(max(PANEL[0], 1.6 * len(names) + 2), PANEL[1]), layout="constrained")
     axes = figure.subplots()
     for i, label in enumerate(labels):
-        own = [cell for cell in cells if _label(cell) == label]
-        places = [names.index(cell["dataset"]) + (i + 0.5) * width - BAR_GROUP / 2 for cell in own]
-        bars = axes.bar(places, [cell["speedup"] for cell in own], width, label=label)
+        labelled = [cell for cell in cells if _label(cell) == label]
+        places = [names.index(cell["dataset"]) + (i + 0.5) * width - BAR_GROUP / 2 for cell in labelled]
+        bars = axes.bar(places, [cell["speedup"] for cell in labelled], width, label=label)
         axes.bar_label(bars, fmt="%.2f", fontsize="small")
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
     axes.set_xticks(range(len(names)), [short_name(name) for name in names])

@@ -1,4 +1,4 @@
-"""Python files out of folders, archives and JSONL. Nothing here is run or imported."""
+"""Read Python files from folders, archives and JSONL. Nothing here is run or imported."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import IO, cast
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file's text, and a name for it."""
+    """A name and a text."""
 
     path: str
     text: str
 
 
 def read_folder(folder: Path) -> Iterator[SourceFile]:
-    """The `.py` files of a folder and those below it; any that is not UTF-8 is passed over."""
+    """The `.py` files of a folder and its subfolders, in order; files that are not UTF-8 are skipped."""
     for path in sorted(folder.rglob("*.py")):
         yield from _decoded(path.relative_to(folder).as_posix(), path.read_bytes())
 
 
 def read_archive(path: Path) -> Iterator[SourceFile]:
-    """The `.py` files of a tar archive; any that is not UTF-8 is passed over.
+    """The `.py` files of a tar archive; files that are not UTF-8 are skipped.
 
     Raises:
-        tarfile.TarError: it is none.
+        tarfile.TarError: it is no tar archive.
     """
     with tarfile.open(path) as archive:
         for member in archive:
@@ -40,10 +40,10 @@ def read_archive(path: Path) -> Iterator[SourceFile]:
 
 
 def read_documents(path: Path) -> list[SourceFile] | None:
-    """The `text` of every line of a JSONL file, named by its `path`; None if its first line has no `text`.
+    """The `text` of every line of a JSONL file, named by its `path`; None if the first line has no `text`.
 
     Raises:
-        ValueError: a later line has none.
+        ValueError: a later line has no `text`.
     """
     sources = []
     with _open(path) as stream:
@@ -65,7 +65,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _object(line: bytes) -> dict:
-    """A line as JSON; empty if it is no object."""
+    """A line as a JSON object; an empty one if the line is none."""
     try:
         fields = json.loads(line)
     except ValueError:

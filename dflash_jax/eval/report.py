@@ -1,4 +1,4 @@
-"""What a command found: a dictionary for JSON, and a table of the same for people."""
+"""The result of a command: a dictionary for JSON, and a table for people."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ENGINE = (
     "max_num_seqs",
     "tensor_parallel_size",
 )
-COLUMNS = (  # of the table
+COLUMNS = (  # headings of the table
     "data set",
     "T",
     "drafts",
@@ -53,7 +53,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def build_result(args: argparse.Namespace, config: EngineConfig, cells: Sequence[Cell]) -> dict[str, Any]:
-    """All there is to know: command, hardware, versions, the engine as it resolved, figures, requests and warnings."""
+    """Gather command, hardware, versions, options of the engine, figures, requests and warnings."""
     engine = {name: getattr(config, name) for name in ENGINE}
     return {
         "command": shlex.join(["python", "-m", "dflash_jax.eval", *sys.argv[1:]]),
@@ -92,14 +92,14 @@ def hardware() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The name of the host's processor where Linux tells it, else its architecture."""
+    """The name of the host's processor as Linux states it, else its architecture."""
     text = CPUINFO.read_text(encoding="utf-8", errors="replace") if CPUINFO.exists() else ""
     names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
 def is_lossy(cell: Cell, *, is_exact: bool) -> bool:
-    """Whether answers differ that may not: greedy ones in float32. In bfloat16 near ties may fall either way."""
+    """Whether greedy answers in float32 differ, which may not be. In bfloat16 near ties may be decided either way."""
     return is_exact and cell.temperature == 0 and cell.differences is not None and cell.differences[0] > 0
 
 
@@ -145,7 +145,7 @@ def _request(answer: Answer) -> dict[str, Any]:
 
 
 def _doubts(cell: Cell, *, is_exact: bool) -> list[str]:
-    """What a reader of the figures should know."""
+    """Warnings for readers of the figures."""
     where = f"{cell.dataset}, temperature {cell.temperature:g}, {cell.num_speculative_tokens} drafts"
     doubts = []
     compiles = cell.run.num_compiles + (cell.plain.num_compiles if cell.plain else 0)
@@ -182,13 +182,13 @@ def finish(result: dict[str, Any], folder: Path, *, plots: bool) -> int:
 
 def _drawn(result: dict[str, Any], folder: Path) -> list[Path]:
     with phase("drawing plots"):
-        from dflash_jax.eval import plots  # matplotlib is an extra, and the trainer needs none
+        from dflash_jax.eval import plots  # imported here: matplotlib is an extra, and the trainer uses eval without it
 
         return plots.draw(result, folder)
 
 
 def table(result: dict[str, Any]) -> Table:
-    """A row a data set, temperature and block length."""
+    """A table with a row for each data set, temperature and block length."""
     hardware, engine = result["hardware"], result["engine"]
     if hardware["platform"] == "cpu":
         device = f"{hardware['cpu']}, {hardware['cpu_cores']} cores"

@@ -1,6 +1,6 @@
-"""Keys and values of whole sequences in one call: what stands for a `KVCache` in training.
+"""Keys and values of whole sequences in one call: the `KVCache` of training.
 
-The layers are the ones that serve; only where they keep keys and values differs. Nothing here is written in place, and
+The layers are those that serve; only where they keep keys and values differs. Nothing is written in place, and
 everything is differentiable.
 """
 
@@ -20,16 +20,20 @@ from dflash_jax.state.dense_kv import attention, write_each
 from pallas_kernels.lib.masks import visible
 from pallas_kernels.lib.rotary import Rotary, split_heads
 
-CUDNN_HEAD_DIM = 256  # the largest that cuDNN's fused attention takes on Hopper
+CUDNN_HEAD_DIM = 256  # elements: the largest head that cuDNN's fused attention takes on Hopper
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SequenceCache(ContextCache):
-    """A `models.layers.ContextCache` of one call over whole sequences: position t of a sequence is row t.
+    """A `models.layers.ContextCache` for one call over whole sequences: row t of a sequence is position t.
 
-    It holds what a call has written, layer by layer, and attends over it causally. Rows of padding stand behind the
-    others, where causal attention never sees them.
+    It holds the keys and values of each layer that the call has written, and attends over them causally. Rows of
+    padding come behind the tokens, where causal attention never sees them.
+
+    Attributes:
+        keys: of each layer that has been written, after norm and RoPE.
+        values: of the same layers.
     """
 
     keys: dict[int, Float[Array, "B T K H"]] = field(default_factory=dict)
@@ -42,7 +46,7 @@ class SequenceCache(ContextCache):
         rotary: Rotary,
         positions: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B T N H"], SequenceCache]:
-        """Keep keys and values of every position and give the queries."""
+        """Keep the keys and values of every position; returns the queries and the cache with them."""
         q, k, v = split_heads(heads, rotary)
         return q, replace(self, keys={**self.keys, layer: k}, values={**self.values, layer: v})
 
@@ -65,7 +69,7 @@ class SequenceCache(ContextCache):
         kv_length: Int[Array, " B"],
         mask: LayerMask,
     ) -> Float[Array, "B T N H"]:
-        """Causal attention of every row over the rows before it, cuDNN's where it can be had."""
+        """Attend causally from every row over the rows up to it; on a GPU in bfloat16 with cuDNN."""
         keys, values = self.keys[layer], self.values[layer]
         if q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu" and q.shape[-1] <= CUDNN_HEAD_DIM:
             window = None if mask.window is None else (mask.window - 1, 0)
@@ -80,20 +84,20 @@ class SequenceCache(ContextCache):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PackedBlocks(KVCache):
-    """A `models.layers.KVCache` of A drafted blocks of G rows for each sequence, all in one call.
+    """A `models.layers.KVCache` of A drafted blocks of G rows for each sequence, all in one call (Q = A * G).
 
     A block sees the context strictly below its anchor and its own rows, never another block: exactly what it would see
     alone, with the drafter's cache cut at its anchor. Source: arXiv 2602.06036, section 4.2.
 
     Attributes:
         context: the drafter's keys and values of every position of the sequences.
-        anchors: positions of the blocks' first rows.
-        own: keys and values of the rows themselves, [B, A*G, K, H], layer by layer.
+        anchors: position of the first row of each block.
+        block: keys and values [B, Q, K, H] of the rows of the blocks, for each layer.
     """
 
     context: SequenceCache
     anchors: Int[Array, "B A"]
-    own: SequenceCache = field(default_factory=SequenceCache)
+    block: SequenceCache = field(default_factory=SequenceCache)
 
     def write(
         self,
@@ -102,9 +106,9 @@ class PackedBlocks(KVCache):
         rotary: Rotary,
         positions: Int[Array, "B Q"],
     ) -> tuple[Float[Array, "B Q N H"], PackedBlocks]:
-        """Keep keys and values of the blocks' own rows and give their queries."""
-        q, own = self.own.write(layer, heads, rotary, positions)
-        return q, replace(self, own=own)
+        """Keep the keys and values of the blocks' rows; returns their queries and the cache with them."""
+        q, block = self.block.write(layer, heads, rotary, positions)
+        return q, replace(self, block=block)
 
     def attend(
         self,
@@ -114,11 +118,11 @@ class PackedBlocks(KVCache):
         kv_length: Int[Array, " B"],
         mask: LayerMask,
     ) -> Float[Array, "B Q N H"]:
-        """Attention of every block over its context and itself; recomputed, not kept, for the gradient."""
+        """Attend from every block over its context and itself; the gradient computes the scores again."""
         return _packed_attention(
             q,
             (self.context.keys[layer], self.context.values[layer]),
-            (self.own.keys[layer], self.own.values[layer]),
+            (self.block.keys[layer], self.block.values[layer]),
             self.anchors,
             mask,
         )
@@ -133,34 +137,34 @@ def context_seen(anchors: Int[Array, "B A"], G: int, T: int, mask: LayerMask) ->
 def _packed_attention(
     q: Float[Array, "B Q N H"],
     context: tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]],
-    own: tuple[Float[Array, "B Q K H"], Float[Array, "B Q K H"]],
+    block: tuple[Float[Array, "B Q K H"], Float[Array, "B Q K H"]],
     anchors: Int[Array, "B A"],
     mask: LayerMask,
 ) -> Float[Array, "B Q N H"]:
-    """One softmax over scores of the context [.., T] and of the block itself [.., G], in float32."""
+    """One softmax over scores of the context [B, K, N/K, A, G, T] and of the block [B, K, N/K, A, G, G], in float32."""
     B, Q, N, H = q.shape
-    A, K, T = anchors.shape[1], own[0].shape[2], context[0].shape[1]
+    A, K, T = anchors.shape[1], block[0].shape[2], context[0].shape[1]
     G = Q // A
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
-    @jax.checkpoint
-    def attend(q: Array, context: tuple[Array, Array], own: tuple[Array, Array], anchors: Array) -> Array:
+    @jax.checkpoint  # the gradient computes the scores again: kept, they would be the largest arrays of training
+    def attend(q: Array, context: tuple[Array, Array], block: tuple[Array, Array], anchors: Array) -> Array:
         rows = jnp.arange(G)
-        own_seen = visible(rows, rows, mask=mask.mask, window=mask.window)
+        block_seen = visible(rows, rows, mask=mask.mask, window=mask.window)
         queries = q.reshape(B, A, G, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)
-        own_keys, own_values = (x.reshape(B, A, G, K, H) for x in own)
+        block_keys, block_values = (x.reshape(B, A, G, K, H) for x in block)
         wide = {"precision": precision, "preferred_element_type": jnp.float32}
         far = jnp.einsum("bagknh,btkh->bknagt", queries, context[0], **wide)
-        near = jnp.einsum("bagknh,baskh->bknags", queries, own_keys, **wide)
+        near = jnp.einsum("bagknh,baskh->bknags", queries, block_keys, **wide)
         far = jnp.where(context_seen(anchors, G, T, mask)[:, None, None], far, -jnp.inf)
-        near = jnp.where(own_seen, near, -jnp.inf)  # every row sees itself
-        # The two are never one array: the scores of the context are by far the largest thing in training.
+        near = jnp.where(block_seen, near, -jnp.inf)  # every row sees itself
+        # Scores of context and block are not concatenated: those of the context are the largest array of training.
         highest = jax.lax.stop_gradient(jnp.maximum(far.max(axis=-1), near.max(axis=-1)))[..., None]
         far, near = jnp.exp(far - highest), jnp.exp(near - highest)
         total = far.sum(axis=-1) + near.sum(axis=-1)
         out = jnp.einsum("bknagt,btkh->bagknh", far.astype(q.dtype), context[1], **wide)
-        out += jnp.einsum("bknags,baskh->bagknh", near.astype(q.dtype), own_values, **wide)
+        out += jnp.einsum("bknags,baskh->bagknh", near.astype(q.dtype), block_values, **wide)
         out /= jnp.moveaxis(total, (1, 2), (3, 4))[..., None]
         return out.astype(q.dtype).reshape(B, Q, N, H)
 
-    return attend(q, context, own, anchors)
+    return attend(q, context, block, anchors)

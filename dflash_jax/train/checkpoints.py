@@ -1,4 +1,4 @@
-"""Checkpoints of a run through orbax: the newest and the best, each there whole or not at all."""
+"""Checkpoints of a run through orbax: the newest ones and the best, each whole or absent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ RUN = "run.json"
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`. Orbax renames a checkpoint into its place once it is written."""
+    """The checkpoints of one run.
+
+    A checkpoint is written under a temporary name and renamed when it is complete. Two newest ones are kept, and the
+    one with the best score.
+
+    Args:
+        folder: of the checkpoints; made if absent.
+    """
 
     def __init__(self, folder: Path):
         policies = ocp.checkpoint_managers
@@ -36,22 +43,32 @@ class Checkpoints:
         )
 
     def save(self, step: int, state: TrainState, score: float | None) -> None:
-        """Save the state after a step, in the background; a score takes part in choosing the best."""
+        """Save the state after a step, in the background.
+
+        Args:
+            step: its number.
+            state: to save.
+            score: the acceptance length; None takes no part in choosing the best.
+        """
         metrics = None if score is None else {"acceptance_length": score}
         self._manager.save(step, args=ocp.args.StandardSave(state._asdict()), metrics=metrics, force=True)
 
     @property
     def latest(self) -> int | None:
-        """The newest step that was saved whole."""
+        """The newest step that was saved completely; None before the first."""
         return self._manager.latest_step()
 
     @property
     def best(self) -> int | None:
-        """The step with the best score; the newest where none has one."""
+        """The step with the best score; the newest one where none has a score."""
         return self._manager.best_step() or self.latest
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """The state after a step, placed as `like` is.
+        """Read the state after a step.
+
+        Args:
+            step: its number.
+            like: a state of the same shapes, dtypes and shardings.
 
         Raises:
             CheckpointError: the checkpoint does not fit or is damaged.
@@ -67,12 +84,12 @@ class Checkpoints:
             ) from error
 
     def wait(self) -> Checkpoints:
-        """Wait until everything is on disk."""
+        """Wait until everything is on disk; returns self."""
         self._manager.wait_until_finished()
         return self
 
     def close(self) -> None:
-        """Wait, and let go of the folder."""
+        """Wait until everything is on disk, and release the folder."""
         self.wait()._manager.close()
 
 
@@ -81,22 +98,26 @@ def _score(metrics: dict[str, Any]) -> float:
 
 
 def claim(folder: Path, identity: dict[str, Any]) -> None:
-    """Write down what a run is, or check that the run in the folder is the same one.
+    """Write down the options of a run, or check that the folder holds a run with the same ones.
+
+    Args:
+        folder: of the run.
+        identity: what a resumed run must have in common with the run that began.
 
     Raises:
         ConfigError: the folder holds a run with other options.
     """
-    path, own = folder / RUN, json.loads(json.dumps(identity))
+    path, stated = folder / RUN, json.loads(json.dumps(identity))
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, path)
         return
     there = json.loads(path.read_text(encoding="utf-8"))
-    for name in sorted(own.keys() | there.keys()):
-        if own.get(name) != there.get(name):
+    for name in sorted(stated.keys() | there.keys()):
+        if stated.get(name) != there.get(name):
             raise ConfigError(
-                f"{folder} holds a run with {name}={there.get(name)!r}, not {own.get(name)!r}; go on with its options "
-                "or give another --out."
+                f"{folder} holds a run with {name}={there.get(name)!r}, not {stated.get(name)!r}; go on with its "
+                "options or give another --out."
             )

@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: list[str] | None = None) -> TrainConfig:
-    """The options of a run: flags, then the preset, then defaults.
+    """Options of a run: flags come before the preset, the preset before defaults.
 
     Raises:
         ConfigError: the preset cannot be read, or an option is unknown, missing or impossible.
@@ -83,10 +83,10 @@ def _typed(name: str, value: Any) -> Any:
     return value
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, or 1 after printing an error."""
+def main(arguments: list[str] | None = None, *, began: float | None = None) -> int:
+    """Run the command; returns its exit status: 0, 1 after an error. `began` is that of `train`."""
     try:
-        print(train(parse(arguments)))
+        print(train(parse(arguments), began=began))
     except DFlashError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -94,7 +94,7 @@ class TrainConfig:
     minutes: float | None = option(
         None,
         Number(0, is_whole=False, is_open=True, or_none=True),
-        "train for this long, loading and compilation included, not for epochs; the learning rate then falls with time",
+        "train this long, start, loading and compilation included, not for epochs; the learning rate falls with time",
         unit="MINUTES",
     )
     optimizer: Literal["adamw", "muon"] = option(
@@ -142,7 +142,7 @@ class TrainConfig:
     eval_max_tokens: int = option(128, SIZE, "most tokens generated for each of these samples", unit="TOKENS")
 
     def __post_init__(self) -> None:
-        """Check what needs no file.
+        """Check values that need no file.
 
         Raises:
             ConfigError: a value is impossible, or two do not go together.

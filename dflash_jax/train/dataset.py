@@ -1,4 +1,4 @@
-"""Samples in memory, and the batches of an epoch: a function of seed, epoch and number, so that a run can go on."""
+"""Samples in memory, and the batches of an epoch: a function of seed, epoch and number, so that runs can be resumed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from dflash_jax.base.errors import ConfigError
 from dflash_jax.train.data.shards import Sample
 from dflash_jax.train.objective import Batch
 
-BUCKETS = 4  # lengths that batches are padded to: quarters of max_length
+BUCKETS = 4  # shapes: batches are padded to a quarter, two, three or four quarters of max_length
 DEFAULT_EVAL_SAMPLES = 64  # at most: as many as the measuring engine decodes side by side
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Prompts and responses, one behind the other.
+    """Prompts and responses in one array.
 
     Attributes:
-        tokens: of all samples.
-        starts: where each begins in `tokens`, and the end of the last.
-        prompts: tokens of each sample's prompt.
+        tokens: token ids of all samples, int32; X tokens.
+        starts: index in `tokens` at which each of the n samples begins, and the end of the last.
+        prompts: tokens of the prompt of each sample.
     """
 
     tokens: Int[np.ndarray, " X"]
@@ -33,10 +33,14 @@ class Dataset:
 
     @staticmethod
     def of(samples: Iterable[Sample], max_length: int) -> Dataset:
-        """Keep samples, cut to max_length, whose response still has two tokens: an anchor and one to predict.
+        """Keep the samples whose response has two tokens within max_length: an anchor, and one to predict.
+
+        Args:
+            samples: to keep.
+            max_length: tokens; longer samples are cut.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: no sample is left.
         """
         kept: list[np.ndarray] = []
         prompts: list[int] = []
@@ -58,7 +62,7 @@ class Dataset:
         return len(self.prompts)
 
     def sample(self, i: int) -> Sample:
-        """Sample i as it was read, perhaps cut."""
+        """Sample i, as it was read or cut."""
         ids = self.tokens[self.starts[i] : self.starts[i + 1]].tolist()
         return Sample(tuple(ids[: self.prompts[i]]), tuple(ids[self.prompts[i] :]))
 
@@ -90,15 +94,15 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of every epoch: samples of like length side by side, padded to one of a few shapes.
+    """The batches of every epoch: samples of similar length side by side, padded to one of a few shapes.
 
     Attributes:
         dataset: the samples.
         max_length: tokens of the longest shape.
-        batch_tokens: most tokens of a batch.
-        multiple_of: rows of a batch are a multiple of it.
-        num_anchors: blocks of a sequence of max_length.
-        seed: of order and anchors.
+        batch_tokens: limit of tokens of a batch, padding included.
+        multiple_of: the rows of a batch are a multiple of it.
+        num_anchors: blocks of a sequence of max_length tokens.
+        seed: decides order and anchors.
     """
 
     dataset: Dataset
@@ -110,7 +114,7 @@ class Batches:
 
     @cached_property
     def shapes(self) -> list[tuple[int, int, int]]:
-        """Tokens, rows and anchors of each shape, shortest first."""
+        """Tokens T, rows B and anchors A of each shape, shortest first."""
         lengths = sorted({-(-self.max_length * quarter // BUCKETS) for quarter in range(1, BUCKETS + 1)})
         rows = [self.batch_tokens // length // self.multiple_of * self.multiple_of for length in lengths]
         # A sequence of T tokens has fewer than T anchors, and `draw_anchors` draws at most T.
@@ -119,23 +123,23 @@ class Batches:
 
     @property
     def used_shapes(self) -> list[tuple[int, int, int]]:
-        """The shapes that any sample has."""
+        """The shapes that some sample has."""
         return [shape for shape, members in zip(self.shapes, self._members, strict=True) if len(members)]
 
     @cached_property
     def _members(self) -> list[np.ndarray]:
-        """The samples of each shape."""
+        """Indices of the samples of each shape."""
         lengths = np.diff(self.dataset.starts)
         which = np.searchsorted([shape[0] for shape in self.shapes], lengths)
         return [np.flatnonzero(which == i) for i in range(len(self.shapes))]
 
     @cached_property
     def per_epoch(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches of an epoch."""
         return sum(-(-len(members) // B) for members, (_, B, _) in zip(self._members, self.shapes, strict=True))
 
     def after(self, step: int) -> Iterator[tuple[np.ndarray, Batch]]:
-        """The samples and the batch of every step from a step on, without end."""
+        """Indices of the samples, and the batch, of every step from `step` on, without end."""
         while True:
             epoch, first = divmod(step, self.per_epoch)
             for samples, batch in self.epoch(epoch, first):
@@ -143,13 +147,13 @@ class Batches:
                 step += 1
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[np.ndarray, Batch]]:
-        """The samples and the batches of an epoch from its batch number `first` on."""
+        """Indices of the samples, and the batch, of an epoch from batch `first` on."""
         for number, (shape, samples) in enumerate(self._order(epoch)):
             if number >= first:
                 yield samples, self._batch(shape, samples, epoch * self.per_epoch + number)
 
     def _order(self, epoch: int) -> list[tuple[tuple[int, int, int], np.ndarray]]:
-        """Shape and samples of each batch of an epoch; the last batch of a shape may have fewer than it has rows."""
+        """Shape and samples of each batch of an epoch; the last batch of a shape may not fill its rows."""
         rng = np.random.default_rng([self.seed, 1, epoch])
         batches = []
         for shape, members in zip(self.shapes, self._members, strict=True):
@@ -158,7 +162,7 @@ class Batches:
         return [batches[i] for i in rng.permutation(len(batches))]
 
     def _batch(self, shape: tuple[int, int, int], samples: np.ndarray, step: int) -> Batch:
-        """Host arrays; rows without a sample are empty."""
+        """A batch as host arrays; rows without a sample are zeros."""
         T, B, A = shape
         tokens, lengths, prompts = np.zeros((B, T), np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32)
         for row, i in enumerate(samples):
@@ -171,7 +175,13 @@ class Batches:
 
 
 def draw_anchors(rng: np.random.Generator, allowed: Bool[np.ndarray, "B T"], A: int) -> Int[np.ndarray, "B A"]:
-    """A random allowed positions of each row, all different, in order; -1 where a row has no more."""
+    """Draw up to A different allowed positions of each row, in order; -1 where a row has no other.
+
+    Args:
+        rng: random numbers.
+        allowed: positions that may be anchors.
+        A: at most T.
+    """
     order = np.where(allowed, rng.random(allowed.shape), 2.0)
     drawn = np.argsort(order, axis=1)[:, :A]
     drawn = np.where(np.take_along_axis(allowed, drawn, axis=1), drawn, -1)

@@ -1,4 +1,4 @@
-"""Features of the target, computed once and kept on disk: for targets that cost more than reading them back."""
+"""Features of the target, computed once and kept on disk: for targets that cost more than reading features does."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from dflash_jax.weights.loader import Params
 
 @dataclass(frozen=True)
 class FeatureCache:
-    """Features [X, C] of every token of a data set, in one mapped file.
+    """Features of every token of a data set, in one memory-mapped file.
 
     Attributes:
-        rows: bfloat16 or float32, one row a token.
+        rows: bfloat16 or float32, one row of C numbers for each of the X tokens.
         starts: first row of each sample.
     """
 
@@ -34,15 +34,25 @@ class FeatureCache:
 
     @staticmethod
     def of(folder: Path, target: TargetConfig, params: Params, taps: tuple[int, ...], batches: Batches) -> FeatureCache:
-        """Open the features of a data set, or compute them: a file counts once its description stands beside it."""
+        """Open the features of a data set, or compute and keep them.
+
+        A file is complete once its description, a JSON file, stands beside it.
+
+        Args:
+            folder: of the files, whose names are hashes of all that features depend on.
+            target: configuration of the target.
+            params: its parameters; features have their dtype.
+            taps: capture layers.
+            batches: of the data set.
+        """
         dataset = batches.dataset
         dtype = jax.tree.leaves(params)[0].dtype
         digest = hashlib.sha256(dataset.tokens.tobytes() + dataset.starts.tobytes())
         digest.update(repr((target, taps, str(dtype))).encode())
-        for name, array in jax.tree_util.tree_leaves_with_path(params):
-            digest.update(f"{jax.tree_util.keystr(name)} {array.shape} {checksum(array).tolist()}".encode())
+        for keys, array in jax.tree_util.tree_leaves_with_path(params):
+            digest.update(f"{jax.tree_util.keystr(keys)} {array.shape} {checksum(array).tolist()}".encode())
         shape = (len(dataset.tokens), len(taps) * target.hidden_size)
-        path, said = folder / f"{digest.hexdigest()[:16]}.bin", {"shape": shape, "dtype": str(dtype)}
+        path, description = folder / f"{digest.hexdigest()[:16]}.bin", {"shape": shape, "dtype": str(dtype)}
         cache = FeatureCache(
             _map(path, "r" if path.with_suffix(".json").exists() else "w+", dtype, shape), dataset.starts
         )
@@ -52,11 +62,16 @@ class FeatureCache:
                 for samples, batch in now.over(batches.epoch(0)):
                     cache._keep(samples, batch, np.asarray(compute(jnp.asarray(batch.tokens))))
             cache.rows.flush()  # type: ignore[attr-defined]  # a memmap, which the shapes of jaxtyping do not say
-            save_json(path.with_suffix(".json"), json.loads(json.dumps(said)))
+            save_json(path.with_suffix(".json"), json.loads(json.dumps(description)))
         return cache
 
     def features(self, samples: np.ndarray, batch: Batch) -> Float[np.ndarray, "B T C"]:
-        """What `target_features` gives for a batch; zeros where there is no token."""
+        """The features of a batch, as `target_features` computes them; zeros where there is no token.
+
+        Args:
+            samples: indices of the samples of its rows.
+            batch: host arrays.
+        """
         out = np.zeros((*batch.tokens.shape, self.rows.shape[1]), self.rows.dtype)
         for row, (i, length) in enumerate(zip(samples, batch.lengths, strict=False)):
             out[row, :length] = self.rows[self.starts[i] : self.starts[i] + length]
@@ -71,12 +86,12 @@ class FeatureCache:
 def checksum(array: Shaped[Array, "*shape"]) -> UInt32[Array, "2"]:
     """Two sums over all bits of an array, each element weighted by its position.
 
-    Every weight counts, so that a target that was fine-tuned with frozen embeddings is another target; and the devices
-    read their own shards only, which takes no longer than one token's pass through the model.
+    All weights count, so that a target fine-tuned with frozen embeddings is told from the one before. Each device reads
+    its own shard once, which costs no more than reading the weights for one token.
     """
     bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}")).astype(jnp.uint32)
     position = jnp.zeros(array.shape, jnp.uint32)
-    for axis, length in enumerate(array.shape):  # of the flat array, without the gather that flattening a shard takes
+    for axis, length in enumerate(array.shape):  # as in the flat array; flattening it would gather its shards
         position = position * jnp.uint32(length) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
     weights = (2 * position + 1, position * jnp.uint32(0x9E3779B1) ^ (position >> 15))  # the first are odd
     return jnp.stack([jnp.sum(bits * weight, dtype=jnp.uint32) for weight in weights])

@@ -1,4 +1,4 @@
-"""What a run says while it goes on: progress, lines of JSON and TensorBoard events."""
+"""Logs of a run: its progress, lines of JSON, and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from dflash_jax.train.objective import Measured
 
 
 class Logs:
-    """Logs of a run in `folder`: `log.jsonl`, a line a time, and events for TensorBoard.
-
-    A run that goes on writes behind what stands there.
+    """Logs in a folder: `log.jsonl`, one object a line, and events for TensorBoard. A resumed run appends to them.
 
     Args:
         folder: of the logs.
@@ -42,12 +40,18 @@ class Logs:
         self._events.close()
 
     def advance(self, tokens: int) -> None:
-        """A step was enqueued with so many tokens."""
+        """Count a step that was enqueued, and its tokens."""
         self._tokens += tokens
         self._phase.advance()
 
     def train(self, step: int, measured: Measured, learning_rate: float) -> None:
-        """What the batch of a step said; waits for it."""
+        """Log what a batch measured; waits for its step.
+
+        Args:
+            step: its number.
+            measured: by `block_loss`.
+            learning_rate: of the step.
+        """
         seconds = time.perf_counter() - self._began
         accuracy = np.asarray(measured.accuracy)
         values = {
@@ -56,8 +60,8 @@ class Logs:
             "learning_rate": learning_rate,
             "tokens_per_second": self._tokens / seconds,
         }
-        seen = {f"accuracy/{k}": float(share) for k, share in enumerate(accuracy, start=1)}
-        self._write("train", step, values | seen)
+        by_position = {f"accuracy/{k}": float(share) for k, share in enumerate(accuracy, start=1)}
+        self._write("train", step, values | by_position)
         self._phase.note = (
             f"loss {values['loss']:.3f}, accuracy {accuracy[0]:.2f} to {accuracy[-1]:.2f}, "
             f"{values['tokens_per_second']:,.0f} tokens/s"
@@ -65,7 +69,12 @@ class Logs:
         self._began, self._tokens = time.perf_counter(), 0
 
     def eval(self, step: int, values: dict[str, float]) -> None:
-        """What the serving engine measured after a step."""
+        """Log what the serving engine measured.
+
+        Args:
+            step: after which it was.
+            values: figures by name, as `Evaluator` returns them.
+        """
         self._write("eval", step, values)
         accepted = f"the engine accepts {values['acceptance_length']:.2f} tokens a round"
         self._phase.say(f"step {step}: {', '.join([accepted, self._phase.note])}")

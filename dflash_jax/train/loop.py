@@ -42,14 +42,18 @@ from dflash_jax.weights.loader import Params
 Stepper = Callable[[TrainState, np.ndarray, Batch, float], tuple[TrainState, Measured]]
 
 
-def train(config: TrainConfig) -> Path:
+def train(config: TrainConfig, *, began: float | None = None) -> Path:
     """Train a drafter, or resume the run that the folder holds; returns the folder it was written to.
+
+    Args:
+        config: options of the run.
+        began: when the command began, as `time.monotonic` counts: `minutes` counts from then. None is now.
 
     Raises:
         ConfigError: an option, the data or the drafter does not fit.
         CheckpointError: the target, or a checkpoint, cannot be loaded.
     """
-    deadline = deadline_of(config.minutes)
+    deadline = deadline_of(config.minutes, began)
     with phase("starting the devices"):
         enable_compilation_cache()
         mesh, out = make_mesh(config), Path(config.out)
@@ -71,10 +75,7 @@ def train(config: TrainConfig) -> Path:
         stepper = _compiled(config, pair, optimizer, batches, state, mesh)
         scorer = Scorer(config, pair, held_out)
         if config.minutes is not None and deadline is not None:
-            reserved = scorer.rehearse(state.params)
-            if not first:
-                refuse_too_few_minutes(config.minutes, deadline, reserved)
-            deadline -= reserved
+            deadline -= reserve_evaluation(config.minutes, deadline, scorer, state.params, resumed=first > 0)
         what = "training steps" if config.minutes is None else f"training steps in {config.minutes:g} minutes"
         with phase(what, steps, first=first) as now, Logs(out / "training", now) as logs:
             pace = make_pace(steps, deadline, float(state.progress))
@@ -85,6 +86,20 @@ def train(config: TrainConfig) -> Path:
                 raise ConfigError(f"{out} holds no step to write; let the run make one.")
             write_draft(out, pair, checkpoints.restore(best, state).params)
     return out
+
+
+def reserve_evaluation(minutes: float, deadline: float, scorer: Scorer, params: Params, *, resumed: bool) -> float:
+    """Seconds of a budget to keep for the evaluation at the end, found by a rehearsal.
+
+    Raises:
+        ConfigError: no time is left to train, and no earlier start has made a step.
+    """
+    if not resumed:
+        refuse_too_few_minutes(minutes, deadline, 0.0)
+    reserved = scorer.rehearse(params)
+    if not resumed:
+        refuse_too_few_minutes(minutes, deadline, reserved)
+    return reserved
 
 
 def read_data(config: TrainConfig, pair: Pair) -> tuple[Dataset, list[Sample]]:

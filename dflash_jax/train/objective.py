@@ -1,4 +1,4 @@
-"""What a drafter is trained on: blocks at random anchors, and a cross-entropy that weighs their positions."""
+"""The training objective: blocks at random anchors, and a cross-entropy that weighs their positions."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from dflash_jax.weights.formats.weight import logits_of
 from dflash_jax.weights.loader import Params
 
 Loss = Literal["decay", "dpace"]
-LOGITS_AT_ONCE = 2**29  # elements; the loss is computed in pieces of at most so many logits
+LOGITS_AT_ONCE = 2**29  # float32 elements, 2 GiB
 
 
 class Batch(NamedTuple):
     """Sequences of prompt and response, and where their blocks begin.
 
     Attributes:
-        tokens: ids, padded behind.
+        tokens: ids, int32; padding comes behind them.
         lengths: tokens of each sequence.
-        anchors: position of each block's first row; negative ones are no blocks.
+        anchors: position of the first row of each block; negative ones stand for no block.
     """
 
     tokens: Int[Array | np.ndarray, "B T"]
@@ -35,12 +35,13 @@ class Batch(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What one batch says of a drafter.
+    """Figures of one batch.
 
     Attributes:
-        loss: the weighted mean cross-entropy.
-        accuracy: share of position 1..G-1 of the blocks that is predicted right, whatever stands before it.
-        acceptance_length: mean tokens a block would emit, the target's own included; a response's end cuts it short.
+        loss: weighted mean cross-entropy.
+        accuracy: share of blocks that predict row 1..G-1 right, whatever the rows before it predict.
+        acceptance_length: mean tokens that a block would emit, the target's own included; the end of a response cuts it
+            short.
     """
 
     loss: Float[Array, ""]
@@ -49,7 +50,14 @@ class Measured(NamedTuple):
 
 
 def target_features(params: Params, config: TargetConfig, taps: tuple[int, ...], tokens: Array | np.ndarray) -> Array:
-    """Tapped hidden states [B, T, C] of whole sequences, in the parameters' dtype, as serving hands them over."""
+    """Outputs of the capture layers [B, T, C] of whole sequences, in the dtype of the parameters, as serving has them.
+
+    Args:
+        params: the target's.
+        config: the target's.
+        taps: capture layers; the last one of the target stands for its final hidden states.
+        tokens: ids [B, T].
+    """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     model = TargetModel(config).bind({"params": params})
     _, features, _ = model(jnp.asarray(tokens), positions, SequenceCache(), taps)
@@ -63,7 +71,15 @@ def draft_hidden(
     block: Float[Array, "B A G D"],
     anchors: Int[Array, "B A"],
 ) -> Float[Array, "B A G D"]:
-    """Hidden states of all blocks after the drafter's last norm, each as if it stood alone."""
+    """Hidden states of all blocks after the drafter's last norm; each block is computed as if it stood alone.
+
+    Args:
+        params: the drafter's.
+        config: the drafter's.
+        features: `target_features` of the sequences.
+        block: embeddings of the rows of the blocks.
+        anchors: position of the first row of each block; not negative.
+    """
     model = DraftModel(config).bind({"params": params})
     B, A, G, D = block.shape
     positions = jnp.broadcast_to(jnp.arange(features.shape[1]), features.shape[:2])
@@ -76,7 +92,7 @@ def draft_hidden(
 
 
 def block_tokens(batch: Batch, G: int) -> tuple[Int[Array, "B A G"], Bool[Array, "B A G"]]:
-    """The true tokens of every block, and which of them stand in its sequence."""
+    """The true tokens of every block, and which of them lie inside of the response."""
     rows = jnp.maximum(batch.anchors, 0)[..., None] + jnp.arange(G)
     inside = (rows < batch.lengths[:, None, None]) & (batch.anchors >= 0)[..., None]
     B, A, _ = rows.shape
@@ -85,17 +101,22 @@ def block_tokens(batch: Batch, G: int) -> tuple[Int[Array, "B A G"], Bool[Array,
 
 
 def decay_weights(G: int, gamma: float) -> Float[Array, " G-1"]:
-    """exp(-(k - 1) / gamma) of slots k = 1..G-1. Source: arXiv 2602.06036, section 4.2."""
+    """Weights exp(-(k - 1) / gamma) of rows k = 1..G-1. Source: arXiv 2602.06036, section 4.2."""
     return jnp.exp(-jnp.arange(G - 1) / gamma)
 
 
 def dpace_weights(
     log_confidence: Float[Array, "*B G-1"], inside: Bool[Array, "*B G-1"], alpha: float
 ) -> Float[Array, "*B G-1"]:
-    """Weights by the drafter's own confidence: position j counts as often as a block is expected to reach it or beyond.
+    """Weights by the drafter's own confidence: how often, by expectation, a block reaches row j or one behind it.
 
     q~ = (1 - alpha) q + alpha; w_j = sum over m >= j of the product of q~_1 .. q~_m; no gradient flows through them.
     Source: D-PACE, arXiv 2605.18810, equations 7 and 8.
+
+    Args:
+        log_confidence: log-probability q of the true token of each row, float32.
+        inside: rows that count.
+        alpha: 0 to 1.
     """
     confidence = (1 - alpha) * jnp.exp(log_confidence) + alpha
     reached = jnp.cumprod(jnp.where(inside, confidence, 0.0), axis=-1)
@@ -114,7 +135,7 @@ def block_loss(
     gamma: float,
     alpha: float,
 ) -> tuple[Float[Array, ""], Measured]:
-    """Mean weighted cross-entropy of all blocks of a batch; embedding and head are the target's, and frozen.
+    """Weighted mean cross-entropy of all blocks of a batch. The target's embedding and head are frozen.
 
     Args:
         params: the drafter's, in the dtype to compute in.
@@ -122,10 +143,13 @@ def block_loss(
         features: `target_features` of the sequences.
         embedding: the target's.
         head: the target's.
-        config: of the drafter.
+        config: the drafter's.
         loss: "decay" or "dpace".
-        gamma: of `decay_weights`.
-        alpha: of `dpace_weights`.
+        gamma: see `decay_weights`.
+        alpha: see `dpace_weights`.
+
+    Returns:
+        The loss, float32, and the figures of the batch.
     """
     G = config.block_size
     labels, inside = block_tokens(batch, G)
@@ -145,11 +169,11 @@ def block_loss(
 def _cross_entropy(
     hidden: Float[Array, "B A R D"], labels: Int[Array, "B A R"], head: Float[Array, "V D"]
 ) -> tuple[Float[Array, "B A R"], Bool[Array, "B A R"]]:
-    """`token_losses` of every row of every block; never all logits at once."""
+    """`token_losses` of every row of every block, computed in pieces of at most `LOGITS_AT_ONCE` logits."""
     B, A, R, D = hidden.shape
     logits = B * A * R * head.shape[0]
     pieces = next(n for n in range(1, A + 1) if A % n == 0 and (n == A or logits <= n * LOGITS_AT_ONCE))
-    # Blocks come first, so that a split of B over devices stays.
+    # Pieces split the blocks, not the sequences, so that a sharding of B over devices stays.
     split = (
         hidden.reshape(B, pieces, A // pieces * R, D).swapaxes(0, 1),
         labels.reshape(B, pieces, A // pieces * R).swapaxes(0, 1),
@@ -162,24 +186,30 @@ def _cross_entropy(
 def token_losses(
     hidden: Float[Array, "B T D"], labels: Int[Array, "B T"], head: Float[Array, "V D"]
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """Cross-entropy of every row, and whether no token is likelier than its label; the head gets no gradient."""
+    """Cross-entropy of every row, float32, and whether its label is the argmax; the head gets no gradient.
+
+    Args:
+        hidden: rows.
+        labels: the true token of each row.
+        head: the target's.
+    """
     return _losses_and_slopes(hidden, labels, head)[0]
 
 
 def _losses_and_slopes(
     hidden: Float[Array, "B T D"], labels: Int[Array, "B T"], head: Float[Array, "V D"]
 ) -> tuple[tuple[Float[Array, "B T"], Bool[Array, "B T"]], Float[Array, "B T D"]]:
-    """`token_losses` and the gradient of each row's loss by that row.
+    """`token_losses`, and the gradient of each row's loss by that row.
 
-    Both come of the same logits: kept for the gradient they would fill the memory, and made again they would cost
-    another product with the head.
+    Both are computed from the same logits: keeping logits for the gradient would fill the memory, and computing them
+    again would cost another product with the head.
     """
     logits = logits_of(hidden, head)
     of_label = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     highest = logits.max(axis=-1)
     likelihood = jnp.exp(logits - highest[..., None])
     total = likelihood.sum(axis=-1)
-    # Rounded as the head is: the product runs on tensor cores in that dtype.
+    # In the dtype of the head, in which the product runs on tensor cores.
     expected = jnp.einsum(
         "btv,vd->btd",
         likelihood.astype(head.dtype),

@@ -8,9 +8,16 @@ from collections.abc import Callable
 from dflash_jax.base.errors import ConfigError
 
 
-def deadline_of(minutes: float | None) -> float | None:
-    """When a run of so many minutes that begins now must end, as `time.monotonic` counts; None without a limit."""
-    return None if minutes is None else time.monotonic() + 60 * minutes
+def deadline_of(minutes: float | None, began: float | None) -> float | None:
+    """When a run must end, as `time.monotonic` counts.
+
+    Args:
+        minutes: its budget; None sets no limit.
+        began: when it began; None is now.
+    """
+    if minutes is None:
+        return None
+    return (time.monotonic() if began is None else began) + 60 * minutes
 
 
 def make_pace(steps: int | None, deadline: float | None, before: float) -> Callable[[int], float]:
@@ -42,8 +49,8 @@ def refuse_too_few_minutes(minutes: float, deadline: float, reserved: float) -> 
     """
     left = deadline - time.monotonic()
     if left <= reserved:
+        needs = f" and the evaluation at the end needs {reserved / 60:.1f}" if reserved else ""
         raise ConfigError(
             f"minutes={minutes:g} leaves no time to train: loading and compilation took {minutes - left / 60:.1f} "
-            f"minutes and the evaluation at the end needs about {reserved / 60:.1f}; raise minutes, or lower "
-            "eval_samples or eval_max_tokens."
+            f"minutes{needs}; raise minutes, or lower max_length, eval_samples or eval_max_tokens."
         )

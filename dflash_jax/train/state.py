@@ -1,4 +1,4 @@
-"""Weights and optimizer of a drafter in training, their places on a mesh, and the jitted step."""
+"""Weights and optimizer of a drafter in training, their shardings, and the jitted step."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from dflash_jax.weights.tables import Parameter, build, checkpoint_table, parame
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes; float32.
+    """All that a step changes, in float32.
 
     Attributes:
         params: the drafter's.
-        optimizer: its state.
-        progress: share of the run that was done before the step.
+        optimizer: state of the optimizer.
+        progress: share of the run that was done before the last step.
     """
 
     params: Params
@@ -42,7 +42,7 @@ class TrainState(NamedTuple):
 
 
 def make_mesh(config: TrainConfig) -> Mesh:
-    """Axes `dp`, which splits the batch, and `tp`, which splits weights.
+    """A mesh of axes `dp`, which splits the batch, and `tp`, which splits weights.
 
     Raises:
         ConfigError: there are fewer devices.
@@ -58,14 +58,14 @@ def make_mesh(config: TrainConfig) -> Mesh:
 
 
 def place(mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
-    """Split a weight over `tp` on its first letter that can be split evenly, as the engine does; else keep it whole."""
+    """Split a weight over `tp` on its first letter that can be split evenly, as the engine does; else replicate it."""
     letters = zip(axes, shape, strict=True)
     first = next((i for i, (axis, n) in enumerate(letters) if axis in SPLIT and n % mesh.shape["tp"] == 0), None)
     return NamedSharding(mesh, PartitionSpec(*("tp" if i == first else None for i in range(len(axes)))))
 
 
 def shardings(mesh: Mesh, config: DraftConfig) -> Params:
-    """The place of each parameter of a drafter."""
+    """Shardings of the parameters of a drafter."""
     parameters = parameters_of(checkpoint_table(config), config)
     return build(parameters, lambda parameter: place(mesh, parameter.axes, parameter.shape))
 
@@ -85,9 +85,9 @@ def learning_rate(config: TrainConfig, progress: Any, xp: ModuleType = np) -> An
 
 
 def make_optimizer(config: TrainConfig, draft: DraftConfig) -> optax.GradientTransformation:
-    """AdamW, or Muon with AdamW for norms and biases, behind a bound on the gradient; for a learning rate of -1.
+    """AdamW, or Muon with AdamW for norms and biases, after clipping the gradient; for a learning rate of -1.
 
-    Matrices alone decay. A step of either changes a weight by about the learning rate.
+    Only matrices decay. With both optimizers a step changes a weight by about the learning rate.
     Source: Muon is Scalable for LLM Training, arXiv 2502.16982; it advises a fifth of that.
     """
     decay = config.weight_decay, lambda params: jax.tree_util.tree_map_with_path(_decays, params)
@@ -106,7 +106,7 @@ def make_optimizer(config: TrainConfig, draft: DraftConfig) -> optax.GradientTra
 
 
 def _matrices(draft: DraftConfig) -> Any:
-    """How each array of a drafter is a matrix, or several: None for what is none."""
+    """How each array of a drafter is a matrix, or several, for Muon; None for vectors."""
 
     def matrix(parameter: Parameter) -> optax.contrib.MuonDimensionNumbers | None:
         axes = [(letter, i) for i, letter in enumerate(parameter.axes) if letter != "J"]  # J counts matrices
@@ -118,14 +118,22 @@ def _matrices(draft: DraftConfig) -> Any:
 
 
 def _decays(path: tuple[Any, ...], array: jax.Array) -> bool:
-    """Whether a parameter is a matrix; biases of heads have two axes as well."""
+    """Whether a parameter is a matrix; biases of heads have two axes and are none."""
     return array.ndim > 1 and not path[-1].key.endswith("_bias")
 
 
 def init_state(
     draft: DraftConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int, params: Params | None = None
 ) -> TrainState:
-    """Fresh or given float32 weights and a fresh optimizer, in their places."""
+    """A state with a fresh optimizer, on the mesh.
+
+    Args:
+        draft: configuration of the drafter.
+        optimizer: of `make_optimizer`.
+        mesh: of `make_mesh`.
+        seed: decides random weights.
+        params: weights to start from; None draws random ones.
+    """
     places = shardings(mesh, draft)
     if params is None:
         params = jax.jit(partial(_random_params, draft), out_shardings=places)(jax.random.key(seed))
@@ -134,9 +142,9 @@ def init_state(
 
 
 def _settled(tree: Any, mesh: Mesh) -> Any:
-    """Put on the mesh what has no place there yet, whole on every device."""
-    whole = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, whole), tree)
+    """Replicate the arrays that are not on the mesh yet."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, replicated), tree)
 
 
 def _random_params(draft: DraftConfig, key: jax.Array) -> Params:
@@ -158,7 +166,14 @@ Step = Callable[[TrainState, Batch, Params, Array | np.ndarray | None, Array | n
 def make_step(
     config: TrainConfig, target: TargetConfig, draft: DraftConfig, optimizer: optax.GradientTransformation
 ) -> Step:
-    """The step `(state, batch, target params, features or None, progress) -> state, measured`, not compiled."""
+    """The step `(state, batch, target params, features or None, progress) -> state, measured`, not compiled.
+
+    Args:
+        config: options of the run.
+        target: configuration of the target.
+        draft: configuration of the drafter.
+        optimizer: of `make_optimizer`.
+    """
     dtype = jnp.dtype(config.dtype)
 
     def loss(params: Params, batch: Batch, frozen: Params, features: jax.Array) -> tuple[jax.Array, Measured]:
@@ -191,15 +206,18 @@ def make_step(
 def compile_step(
     step: Step, shapes: Sequence[tuple[int, int, int]], state: TrainState, frozen: Params, mesh: Mesh, width: int | None
 ) -> dict[int, Step]:
-    """A step compiled for all shapes of batches at once, by tokens of a sequence; the state is donated.
+    """Compile the step for all shapes of batches, side by side; the state is donated.
 
     Args:
         step: of `make_step`.
-        shapes: tokens, rows and anchors.
-        state: only shapes and places matter, as of the target's parameters.
-        frozen: the target's parameters.
-        mesh: of both.
-        width: of the features that come with a batch; None if the step makes them.
+        shapes: tokens T, rows B and anchors A.
+        state: only its shapes and shardings matter.
+        frozen: the target's parameters; likewise.
+        mesh: that both are on.
+        width: C of the features that come with a batch; None if the step computes them.
+
+    Returns:
+        Compiled steps by T.
     """
     places = (jax.tree.map(lambda array: array.sharding, state), None)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=places)
@@ -216,6 +234,6 @@ def compile_step(
 
 
 def put_batch(batch: Batch, mesh: Mesh) -> Batch:
-    """A batch on the devices, its rows split over `dp`."""
+    """Put a batch on the devices, its rows split over `dp`."""
     rows = NamedSharding(mesh, PartitionSpec("dp"))
     return Batch(*(jax.device_put(np.asarray(array), rows) for array in batch))

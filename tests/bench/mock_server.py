@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server on a real socket, whose every answer is scripted."""
+"""A small OpenAI-compatible server on a real socket with scripted answers."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ def usage(completion_tokens: int, prompt_tokens: int = 5, **fields: Any) -> byte
 
 @dataclass
 class Reply:
-    """Pieces of the body as they are written; with `drops`, the connection breaks off after them."""
+    """Pieces of a body, written one by one; with `drops`, the connection breaks off after them."""
 
     pieces: list[bytes] = field(default_factory=list)
     status: int = 200
@@ -56,7 +56,7 @@ GOOD = Reply([text("Hel"), text("lo", finish_reason="length"), usage(4), DONE])
 
 @dataclass
 class Mock:
-    """What to answer, and what was asked."""
+    """The answers to give, and the requests received."""
 
     reply: Callable[[dict[str, Any], int], Reply] = lambda body, number: GOOD
     metrics: Callable[[], str] = lambda: ""
@@ -110,7 +110,7 @@ class Mock:
 
 @contextmanager
 def serving(mock: Mock):
-    """The mock behind a socket of its own, in a thread."""
+    """The mock on a socket, in a thread."""
     listener = socket.create_server(("127.0.0.1", 0))
     mock.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = uvicorn.Server(uvicorn.Config(mock.app(), log_level="critical", timeout_graceful_shutdown=1))

@@ -1,4 +1,4 @@
-"""Streams read from bytes, however these are cut, at times that are given; and HTTP as servers really speak it."""
+"""Streams read from bytes, wherever they are cut, at given times; and HTTP as servers send it."""
 
 import asyncio
 import json
@@ -9,12 +9,12 @@ from dflash_jax.base.errors import ConfigError
 from dflash_jax.bench.client import CHAT, COMPLETIONS, CompletionReader, EventReader, complete, request_body
 from dflash_jax.bench.http import HttpClient, RequestFailedError
 from dflash_jax.bench.stats import RequestRecord
-from dflash_jax.bench.workload import SampleRequest
+from dflash_jax.text.request_files import SampleRequest
 from tests.bench.mock_server import BLOCK, DONE, delta, event, text, usage
 
 
 def read(*pieces):
-    """The record of pieces that come one a second."""
+    """The record of pieces that arrive one a second."""
     record = RequestRecord(9)
     reader = CompletionReader(record)
     for now, piece in enumerate(pieces, start=1):
@@ -24,14 +24,14 @@ def read(*pieces):
 
 
 def test_events_survive_every_cut():
-    whole = b": keep-alive\n\nevent: x\r\ndata: \xc3\xa9\xf0\x9f\x98\x80\r\n\r\nid: 1\ndata:two\ndata: lines\n\n"
-    whole += b": c\n\ndata: [DONE]\n\n"
+    unbroken = b": keep-alive\n\nevent: x\r\ndata: \xc3\xa9\xf0\x9f\x98\x80\r\n\r\nid: 1\ndata:two\ndata: lines\n\n"
+    unbroken += b": c\n\ndata: [DONE]\n\n"
     expected = ["é😀".encode(), b"two\nlines", b"[DONE]"]
-    assert EventReader().feed(whole) == expected
-    for cut in range(len(whole)):
-        for second in range(cut, min(cut + 9, len(whole))):
+    assert EventReader().feed(unbroken) == expected
+    for cut in range(len(unbroken)):
+        for second in range(cut, min(cut + 9, len(unbroken))):
             reader = EventReader()
-            parts = whole[:cut], whole[cut:second], whole[second:]
+            parts = unbroken[:cut], unbroken[cut:second], unbroken[second:]
             assert [e for part in parts for e in reader.feed(part)] == expected
 
 
@@ -41,7 +41,7 @@ def test_an_event_without_its_blank_line_is_none():
 
 def test_what_counts_as_an_arrival():
     record = read(
-        delta(role="assistant", content=""),  # not a token yet
+        delta(role="assistant", content=""),  # brings no token
         b": keep-alive\n\n",
         delta(reasoning="hm"),
         delta(content=""),
@@ -158,9 +158,9 @@ TO_THE_END = b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + GOO
 
 @pytest.mark.parametrize("answer", [CHUNKED, SIZED, TO_THE_END])
 def test_every_framing_cut_anywhere(answer):
-    (whole,), _ = against([[[answer]]])
+    (unbroken,), _ = against([[[answer]]])
     (bytewise,), _ = against([[[answer[i : i + 1] for i in range(len(answer))]]])
-    for record in (whole, bytewise):
+    for record in (unbroken, bytewise):
         assert (record.error_kind, record.error) == (None, None)
         assert (record.completion_tokens, len(record.arrivals)) == (2, 1)
 
@@ -210,6 +210,6 @@ def test_nobody_there():
 
 
 def test_timeout():
-    slow = [CHUNKED[:60], *[b""] * 1000]  # a second at least until the connection is closed
+    slow = [CHUNKED[:60], *[b""] * 1000]  # takes at least a second until the connection is closed
     (record,), _ = against([[slow]], timeout_seconds=0.05)
     assert (record.error_kind, record.error) == ("timeout", "no end within 0.05 s")

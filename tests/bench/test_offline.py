@@ -1,4 +1,4 @@
-"""A pair through the whole command, once, with the same shape of result as `bench serve`."""
+"""The whole command once; its result has the form of that of `bench serve`."""
 
 import json
 from contextlib import redirect_stderr, redirect_stdout
@@ -14,7 +14,7 @@ from tests.phases import lines, phases
 
 @pytest.fixture(scope="module")
 def run_once(tmp_path_factory):
-    """Result, standard output and standard error."""
+    """Result, standard output and standard error of a run."""
     folder = tmp_path_factory.mktemp("bench")
     prompts = [
         {"prompt": "You may reproduce and distribute copies of the", "output_tokens": 24},
@@ -65,7 +65,7 @@ def test_tokens_are_exact(result):
 def test_acceptance_accounts_for_every_token(result):
     acceptance = result["acceptance"]
     assert acceptance["source"] == "engine"
-    # the first token of each answer is of no round
+    # the first token of each answer belongs to no round
     assert acceptance["num_drafts"] + acceptance["num_accepted_tokens"] == 34 - 3
     assert sum(acceptance["histogram"]) == acceptance["num_drafts"]
     assert acceptance["num_accepted_tokens"] <= acceptance["num_draft_tokens"]

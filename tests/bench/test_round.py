@@ -1,4 +1,4 @@
-"""Rounds of a tiny model through the whole command, and what it is made of: forced drafts, bytes, parts of a trace."""
+"""Rounds of a tiny model through the whole command, and its parts: forced drafts, bytes, parts of a trace."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def flags(options):
 def run_once(tmp_path_factory):
     """Result, standard output and standard error of rounds of 3 drafts of which 2 are kept.
 
-    Compiled as users compile: traces of the tests' flags name less.
+    Compiled with the XLA flags of users: with those of the tests, traces name fewer operations.
     """
     folder = tmp_path_factory.mktemp("round")
     (folder / "baseline.json").write_text(json.dumps({"rows": BASELINE}))
@@ -59,6 +59,15 @@ def run_once(tmp_path_factory):
 @pytest.fixture(scope="module")
 def drafted(run_once):
     return run_once[0]
+
+
+@pytest.mark.parametrize(("command", "needed"), [("round", False), ("offline", False), ("serve", True)])
+def test_only_the_benchmark_of_a_server_needs_the_packages_of_its_client(command, needed):
+    code = "import sys; sys.modules.update(dict.fromkeys(('httptools', 'uvloop')))  # as if they were not installed\n"
+    code += f"from dflash_jax.bench.__main__ import parse_args; parse_args([{command!r}, '--help'])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode != 0) == needed, run.stderr
+    assert (f"usage: python -m dflash_jax.bench {command} " in run.stdout) != needed
 
 
 def test_progress_is_on_standard_error_and_results_are_on_standard_output(run_once):
@@ -81,7 +90,7 @@ def test_every_round_emits_what_it_is_told(drafted):
     ]
     for row in (one, four):
         assert row["tokens_per_round"] == [3]
-        assert row["rounds"] == 24 / 3 - 3  # all but the warm-up
+        assert row["rounds"] == 24 / 3 - 3  # without the warm-up
         assert (row["compiles"], row["preemptions"]) == (0, 0)
         times = row["step_ms"]
         assert 0 < times["p10"] <= times["median"] <= times["p90"]
@@ -98,7 +107,7 @@ def test_trace_accounts_for_the_parts(drafted):
         assert {"draft", "draft_context", "verify_gemm", "verify_attention", "head", "sampling"} <= set(parts)
         assert not {"prefill", "other"} & set(parts)
         assert sum(parts.values()) > 0.999 * row["trace"]["busy_ms"] > 0
-        assert {kernel["calls"] % 0.5 for kernel in row["trace"]["kernels"]} == {0}  # of two whole rounds
+        assert {kernel["calls"] % 0.5 for kernel in row["trace"]["kernels"]} == {0}  # in two complete rounds
 
 
 def test_bytes_that_a_round_reads(drafted):
@@ -106,7 +115,7 @@ def test_bytes_that_a_round_reads(drafted):
     head = 4 * target.vocab_size * target.hidden_size
     drafter = 4 * num_parameters(draft)
     read = {name: round(1e9 * size) for name, size in drafted["rows"][1]["read_gb"].items()}
-    assert read["target"] == 4 * num_parameters(target) - head  # a round reads of the embedding next to nothing
+    assert read["target"] == 4 * num_parameters(target) - head  # a round reads a few rows of the embedding
     assert (read["draft"], read["draft_head"]) == (drafter, head)
     # 24 tokens, the first one behind them, 3 rounds of warm-up and one in flight; then 5 rounds
     context = 24 + 1 + 3 * 3 + 5 * 3 / 2
@@ -159,7 +168,7 @@ def engine_of(kind, number, **options):
 
 
 def test_keeping_no_draft_is_greedy_decoding():
-    """So the forced state is right: anchors, lengths, and what the host is told."""
+    """Shows that the forced state is right: anchors, lengths, and what the host reads."""
     forced, free = engine_of(RoundEngine, 2), engine_of(Engine, 2)
     forced.keep(0)
     outputs = []
@@ -189,7 +198,7 @@ def test_rounds_begin_together_and_keep_their_place():
 def test_a_failed_step_is_told_as_such():
     engine = engine_of(RoundEngine, 2)
     sequences = random_sequences(2, 20, 12, 512)
-    engine._commit = None  # so that the step fails
+    engine._commit = None  # makes the step fail
     with pytest.raises(DFlashError, match="a step failed"):
         decode(engine, sequences, warmup=1, rounds=1)
 
@@ -257,7 +266,7 @@ def test_every_preset_can_be_served(name):
     served = parse_args(["--config", str(ROOT / "configs" / f"{name}.yaml")])
     assert served.model == "Qwen/" + name.replace("qwen", "Qwen").replace("b", "B")
     assert served.draft_model == PUBLISHED.get(name)
-    assert served.engine.num_speculative_tokens is None  # as many as pay
+    assert served.engine.num_speculative_tokens is None  # the engine chooses
     assert served.default_chat_template_kwargs == ({"enable_thinking": False} if name in PUBLISHED else {})
     target, draft = configs_of(name, None)
     EngineConfig.of(served.engine, target, draft)
@@ -286,7 +295,7 @@ def test_no_preset_is_left_out():
 def test_bad_options(capsys, arguments, words):
     assert main(["round", *arguments.split()]) == 2
     *before, error = capsys.readouterr().err.splitlines()
-    assert len(before) == len(lines("\n".join(before)))  # only progress
+    assert len(before) == len(lines("\n".join(before)))  # only lines of progress
     assert error.startswith("error: ")
     assert all(word in error for word in words), error
 

@@ -1,4 +1,4 @@
-"""To which part of a round `bench round` gives each kernel of a trace."""
+"""The part of a round that `bench round` assigns to each kernel of a trace."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_products_without_a_name_are_of_the_step_of_what_runs_next():
         for i, scope in enumerate(scopes)
     ]
     kernels.append(Kernel("MemcpyD2H", "", "", "", 10, 11))
-    found = Scopes(kernels).of_all(kernels)
-    assert [part_of(kernel, scope) for kernel, scope in zip(kernels, found, strict=True)] == [
+    result = Scopes(kernels).of_all(kernels)
+    assert [part_of(kernel, scope) for kernel, scope in zip(kernels, result, strict=True)] == [
         *["draft"] * 3,
         *["draft_context"] * 2,
         *["verify_gemm", "verify_other"],
@@ -117,8 +117,8 @@ def test_a_kernel_that_layers_share_is_of_the_step_that_runs_it():
     commit = [(f"commit_{i}", "jit(greedy_round)/commit/reduce") for i in range(2)]
     run = [*layers("draft", "DraftModel", 2), tokens, embed, *layers("verify", "TargetModel", 6), *commit]
     kernels = [Kernel(name, "jit_greedy_round", name, scope, i, i + 1) for i, (name, scope) in enumerate(run * 3)]
-    found = Counter(map(part_of, kernels, Scopes(kernels).of_all(kernels)))
-    assert found == {
+    result = Counter(map(part_of, kernels, Scopes(kernels).of_all(kernels)))
+    assert result == {
         "draft": 3 * 2 * 6,
         "head": 3,
         "verify_attention": 3 * 6,
@@ -133,12 +133,12 @@ def test_kernels_that_drafter_and_target_share_are_of_who_runs_them():
         return [("dot", "jit(greedy_round)/draft/DraftModel/layers_0/mlp/dot_general"), ("nvjet", "")] * number
 
     head, argmax = ((name, f"jit(greedy_round)/draft/DraftModel.tokens/{name}") for name in ("dot_general", "reduce"))
-    own = ("gather", "jit(greedy_round)/verify/TargetModel.embed/gather")
-    run = [*layers(2), head, ("nvjet", ""), argmax, own, *layers(6), ("argmax", "jit(greedy_round)/commit/reduce")]
+    embed = ("gather", "jit(greedy_round)/verify/TargetModel.embed/gather")
+    run = [*layers(2), head, ("nvjet", ""), argmax, embed, *layers(6), ("argmax", "jit(greedy_round)/commit/reduce")]
     kernels = [Kernel(name, "jit_greedy_round", name, scope, i, i + 1) for i, (name, scope) in enumerate(run * 3)]
-    found = Counter(map(part_of, kernels, Scopes(kernels).of_all(kernels)))
+    result = Counter(map(part_of, kernels, Scopes(kernels).of_all(kernels)))
     # The last product before `commit` may be its head.
-    assert found == {"draft": 3 * 5, "head": 3 * 3, "verify_gemm": 3 * 11, "verify_other": 3, "sampling": 3}
+    assert result == {"draft": 3 * 5, "head": 3 * 3, "verify_gemm": 3 * 11, "verify_other": 3, "sampling": 3}
 
 
 def test_spans():

@@ -1,10 +1,11 @@
-"""The arithmetic, on times that are given."""
+"""Figures of records with given times."""
 
 import json
 
 import pytest
 
-from dflash_jax.bench.acceptance import SpeculativeDecoding, of_engine, of_prometheus, of_requests
+from dflash_jax.base.acceptance import of_engine
+from dflash_jax.bench.acceptance import SpeculativeDecoding, of_prometheus, of_requests
 from dflash_jax.bench.stats import RequestRecord, peak_concurrency, spread, summarize
 
 
@@ -30,14 +31,14 @@ def test_a_single_token_has_no_time_per_output_token():
 
 
 def test_inter_token_shares_gaps_evenly_where_the_server_does_not_tell():
-    # 7 tokens: the first arrival has one, the other six are shared by two gaps
+    # 7 tokens: the first arrival has one, the other six are divided among two gaps
     assert record(1.0, 2.5, 5.5, tokens=7).inter_token == [(0.5, 3.0), (1.0, 3.0)]
 
 
 def test_inter_token_takes_what_the_server_tells_if_it_adds_up():
-    told = [(1.0, 1), (2.0, 4), (2.5, 0), (4.0, 2)]  # an arrival without a token ends no gap
-    assert record(*told, tokens=7).inter_token == [(0.25, 4), (1.0, 2)]
-    seconds, tokens = zip(*record(*told, tokens=8).inter_token, strict=True)
+    arrivals = [(1.0, 1), (2.0, 4), (2.5, 0), (4.0, 2)]  # an arrival without tokens does not end a gap
+    assert record(*arrivals, tokens=7).inter_token == [(0.25, 4), (1.0, 2)]
+    seconds, tokens = zip(*record(*arrivals, tokens=8).inter_token, strict=True)
     assert seconds == pytest.approx((3 / 7, 1.5 / 7, 4.5 / 7))
     assert tokens == pytest.approx((7 / 3, 7 / 3, 7 / 3))
 

@@ -1,4 +1,4 @@
-"""What is asked, and when: the same for the same seed."""
+"""Prompts, lengths and arrival times: equal for equal seeds."""
 
 import json
 import math
@@ -8,7 +8,8 @@ import pytest
 
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.bench.__main__ import parse_args
-from dflash_jax.bench.workload import RandomLengths, SampleRequest, arrival_times, load, random_requests, read_jsonl
+from dflash_jax.bench.workload import RandomLengths, arrival_times, load, random_requests
+from dflash_jax.text.request_files import SampleRequest, read_jsonl
 
 
 def draw(seed=0, ratio=0.5, vocab_size=256, **options):
@@ -106,18 +107,18 @@ def workload(*arguments, as_text=False):
 
 
 def test_warm_ups_are_other_prompts():
-    given = workload("--num-prompts", 3, "--num-warmups", 2, "--random-input-len", 9)
-    assert (len(given.requests), len(given.warmups)) == (3, 2)
-    assert not any(warmup in given.requests for warmup in given.warmups)
+    made = workload("--num-prompts", 3, "--num-warmups", 2, "--random-input-len", 9)
+    assert (len(made.requests), len(made.warmups)) == (3, 2)
+    assert not any(warmup in made.requests for warmup in made.warmups)
 
 
 def test_a_file_is_taken_whole_or_repeated_with_a_warning(tmp_path):
     path = write(tmp_path, {"prompt": "a"}, {"prompt": "b"})
     jsonl = ("--dataset-name", "jsonl", "--dataset-path", path)
-    once, more = workload(*jsonl), workload(*jsonl, "--num-prompts", 3)
+    once, repeated = workload(*jsonl), workload(*jsonl, "--num-prompts", 3)
     assert ([r.prompt for r in once.requests], once.warnings) == (["a", "b"], [])
-    assert [r.prompt for r in more.requests] == ["a", "b", "a"]
-    assert "prefix cache" in more.warnings[0]
+    assert [r.prompt for r in repeated.requests] == ["a", "b", "a"]
+    assert "prefix cache" in repeated.warnings[0]
 
 
 @pytest.mark.parametrize(

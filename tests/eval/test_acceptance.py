@@ -1,4 +1,4 @@
-"""Counting, against rounds that are written down by hand."""
+"""Figures of rounds that are written down by hand."""
 
 import pytest
 from hypothesis import given
@@ -62,14 +62,14 @@ def test_positions_against_counting_one_by_one(rounds):
     lengths, drafts = [length for length, _ in rounds], [draft for _, draft in rounds]
     drafting = [(length - 1, draft) for length, draft in rounds if draft]
     per_position, conditional = positions(lengths, drafts)
-    most = max(drafts, default=0)
-    assert len(per_position) == len(conditional) == most
-    for k in range(most):
+    highest = max(drafts, default=0)
+    assert len(per_position) == len(conditional) == highest
+    for k in range(highest):
         accepted = [draft for taken, draft in drafting if taken > k]
         reached = [draft for taken, draft in drafting if taken >= k and draft > k]
         assert per_position[k] == pytest.approx(len(accepted) / len(drafting))
         assert conditional[k] == (pytest.approx(len(accepted) / len(reached)) if reached else None)
-    # what is accepted at each position, and the bonus, is all that rounds with drafts emit
+    # accepted drafts of all positions and the bonus tokens are all tokens of rounds with drafts
     if drafting:
         emitted = sum(taken + 1 for taken, _ in drafting)
         assert (1 + sum(per_position)) * len(drafting) == pytest.approx(emitted)
@@ -94,7 +94,7 @@ def test_measure_with_an_engine():
     prompt = "You may reproduce and distribute copies of the"
     figures = measure(llm, [prompt, prompt], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     assert (figures.num_requests, figures.num_tokens) == (2, 40)
-    # the first token of each completion is of no round
+    # the first token of each completion belongs to no round
     assert figures.rounds.num_drafts + figures.rounds.num_accepted_tokens == 40 - 2
     assert figures.mean_acceptance_length > 2
     assert len(figures.acceptance_per_position) == 15

@@ -1,4 +1,4 @@
-"""A pair that recites through the whole command, once."""
+"""The whole command once, with a pair that recites a text."""
 
 import json
 from contextlib import redirect_stderr, redirect_stdout
@@ -23,7 +23,7 @@ PNG = b"\x89PNG"
 
 @pytest.fixture(scope="module")
 def run_once(tmp_path_factory):
-    """Folder, standard output and standard error."""
+    """Folder, standard output and standard error of a run."""
     folder = tmp_path_factory.mktemp("eval")
     prompts = [{"prompt": RECITED}, {"prompt": "7. Disclaimer of Warranty. Unless required by"}]
     (folder / "lines.jsonl").write_text("\n".join(map(json.dumps, prompts)))
@@ -92,7 +92,7 @@ def test_figures_agree_with_the_requests(result):
         plain = cell["plain_speed"]["tokens_per_second"]
         assert cell["speedup"] == pytest.approx(speed["tokens_per_second"] / plain)
         assert all(request["text"] and request["finish_reason"] for request in requests)
-    assert result["results"][0]["acceptance"]["mean_acceptance_length"] > 2  # what it knows by heart
+    assert result["results"][0]["acceptance"]["mean_acceptance_length"] > 2  # the pair recites this text
 
 
 def test_answers_are_those_without_the_drafter(result):

@@ -1,4 +1,4 @@
-"""Prompt styles, and conversations with a model that only counts."""
+"""Prompt styles, and conversations with a model that counts its prompts."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ TEXT = Sample("t", "import os")
 
 
 class Tokens:
-    """A tokenizer whose tokens are characters, with a template that has roles, or one that has none."""
+    """A tokenizer whose tokens are characters, with a chat template that has roles, or one without."""
 
     def __init__(self, has_roles=True, has_chat_template=True):
         self.has_roles, self.has_chat_template = has_roles, has_chat_template
@@ -32,7 +32,7 @@ class Tokens:
 
 
 class Fake(Renderer):
-    """What `converse` needs of an LLM; answer i is "[i]", and every prompt is kept as text."""
+    """The part of `LLM` that `converse` uses; answer i is "[i]", and every prompt is kept as text."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.asked, self.calls, self.salts = tokenizer, [], [], []
@@ -75,7 +75,7 @@ def test_styles():
     said = [{"role": "user", "content": "Write f."}]
     assert opening(QUESTION, "auto", instruct=True) == opening(QUESTION, "chat", instruct=False) == said
     assert opening(QUESTION, "auto", instruct=False) == opening(QUESTION, "raw", instruct=True) == "def f():"
-    # what is meant to be continued is asked only if that is wanted
+    # a text to be continued is asked only with style "chat"
     assert opening(TEXT, "auto", instruct=True) == "import os"
     assert opening(TEXT, "chat", instruct=True) == [{"role": "user", "content": "import os"}]
 
@@ -96,9 +96,9 @@ def test_the_second_turn_follows_the_models_own_answer():
         "<user>Write f.<assistant>[0]<user>And g?",
         "<user>Write f.<assistant>[2]<user>And g?",
     ]
-    assert fake.calls == [[5, 6, 7], [5, 7]]  # a batch a turn, each sample with its own seed
+    assert fake.calls == [[5, 6, 7], [5, 7]]  # one batch for each turn, one seed for each sample
     assert [(a.sample_id, a.turn) for a in run.answers] == [("q", 0), ("t", 0), ("q", 0), ("q", 1), ("q", 1)]
-    assert run.num_tokens == 5 * 3  # of both turns
+    assert run.num_tokens == 5 * 3  # in both turns
     assert run.tokens_per_second == run.num_tokens / run.seconds
 
 

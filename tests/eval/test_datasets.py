@@ -1,4 +1,4 @@
-"""Data sets: the real packages where they are installed, small files otherwise."""
+"""Data sets: real packages where they are installed, small files otherwise."""
 
 import gzip
 import io
@@ -103,10 +103,10 @@ def test_python_files_of_archives_and_documents(tmp_path, tokenizer):
     (tmp_path / "some.jsonl").write_bytes(line)
     (tmp_path / "some.jsonl.gz").write_bytes(gzip.compress(line))
     (tmp_path / "some.jsonl.xz").write_bytes(lzma.compress(line))
-    found = [load(str(path), ALL, tokenizer) for path in sorted(tmp_path.iterdir())]
-    assert len(found) == 4
-    assert [sample.id for sample in found[0]] == ["pkg/a.py"]
-    assert all(samples == found[0] for samples in found)
+    variants = [load(str(path), ALL, tokenizer) for path in sorted(tmp_path.iterdir())]
+    assert len(variants) == 4
+    assert [sample.id for sample in variants[0]] == ["pkg/a.py"]
+    assert all(samples == variants[0] for samples in variants)
 
 
 def test_requests_of_a_jsonl_file(tmp_path):

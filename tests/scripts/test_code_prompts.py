@@ -1,4 +1,4 @@
-"""Prompts of code: what they are cut from, and that nothing is garbled on the way."""
+"""Prompts made of code: where they are cut, and that their text is unchanged."""
 
 import ast
 import json
@@ -82,13 +82,13 @@ def test_prompts_are_cut_at_ends_of_lines_and_in_bounds(rng):
 def test_pieces_make_up_the_files_but_for_what_is_cut_at_their_ends(rng):
     texts = ["".join(f"{name} {i}\n" for i in range(2000)) for name in ("one", "two")]
     pieces = list(code_prompts.file_pieces(texts, rng))
-    least, most = code_prompts.PIECE
-    assert all(least <= len(piece) <= most and piece[:3] in ("one", "two") for piece in pieces)
+    shortest, longest = code_prompts.PIECE
+    assert all(shortest <= len(piece) <= longest and piece[:3] in ("one", "two") for piece in pieces)
     assert [piece[:3] for piece in pieces] != sorted(piece[:3] for piece in pieces)
     for text in texts:
         mine = [piece for piece in pieces if piece[:3] == text[:3]]
         assert all(text.count(piece) == 1 for piece in mine)
-        assert sum(map(len, mine)) > len(text) - least - 12 * len(mine)
+        assert sum(map(len, mine)) > len(text) - shortest - 12 * len(mine)
 
 
 def test_the_command(tmp_path):

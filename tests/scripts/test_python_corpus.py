@@ -1,4 +1,4 @@
-"""What may be trained on: the filters, the licences, and the copies."""
+"""The corpus: filters, licences, copies, and hashes of wheels."""
 
 import email
 import json

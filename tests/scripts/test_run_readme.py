@@ -1,4 +1,4 @@
-"""The documents' commands: what is found, what is left out and why, and what running one says."""
+"""Commands of the documents: which are found, which are left out and why, and the report of a run."""
 
 import re
 import shutil
@@ -69,8 +69,8 @@ def steps_of(markdown, downloads=False, rules=()):
 
 
 def test_commands_are_found_where_they_stand():
-    found = [(command.line, command.text, command.is_python) for command in commands_of("a.md", DOCUMENT)]
-    assert found == [
+    results = [(command.line, command.text, command.is_python) for command in commands_of("a.md", DOCUMENT)]
+    assert results == [
         (3, "make lint", False),
         (3, "python -m tool --fast", False),
         (7, "make serve", False),
@@ -214,8 +214,8 @@ def outcomes(runner, markdown, **options):
 
 def test_commands_end_well_or_not(runner, capsys):
     markdown = "```sh\npython -c 'import os; os.stat(\"LICENSE\")'\necho why && exit 3\nfalse | true\nskip\n```\n"
-    found = outcomes(runner, markdown, rules=[Rule("gpu", "skip", "wants a GPU")])
-    outcome, (third, note), pipe, skipped = found.values()
+    results = outcomes(runner, markdown, rules=[Rule("gpu", "skip", "wants a GPU")])
+    outcome, (third, note), pipe, skipped = results.values()
     assert outcome == ("ok", "")
     assert (third, pipe[0], skipped) == ("failed", "failed", ("skipped", "gpu: wants a GPU"))
     assert note.startswith("status 3; see ")
@@ -242,11 +242,11 @@ def test_what_takes_too_long_is_killed_with_its_children(runner):
 @pytest.mark.skipif(not shutil.which("curl"), reason="there is no curl")
 @pytest.mark.parametrize("server", ["python -m dflash_jax.serve", "make serve"])
 def test_servers_serve_and_are_stopped(runner, server):
-    found = outcomes(runner, f"```sh\n{server}\ncurl -s http://127.0.0.1:8000/health\ncurl -s $SERVER/other\n```\n")
-    assert found[server] == ("ok", found[server][1])
-    assert found[server][1].startswith("healthy after ")
-    assert found["curl -s http://127.0.0.1:8000/health"][0] == "ok"
-    assert found["curl -s $SERVER/other"][0] == "failed"  # a 404
+    results = outcomes(runner, f"```sh\n{server}\ncurl -s http://127.0.0.1:8000/health\ncurl -s $SERVER/other\n```\n")
+    assert results[server] == ("ok", results[server][1])
+    assert results[server][1].startswith("healthy after ")
+    assert results["curl -s http://127.0.0.1:8000/health"][0] == "ok"
+    assert results["curl -s $SERVER/other"][0] == "failed"  # the server answers 404
 
 
 @pytest.mark.parametrize(
@@ -262,11 +262,11 @@ def test_servers_that_do_not_behave(runner, monkeypatch, handler, before, note):
     monkeypatch.setattr(run_readme, "STOP_SECONDS", 1)
     runner.limit = 2
     (runner.clone / "dflash_jax/serve.py").write_text(SERVER.format(handler=handler, before=before))
-    found = outcomes(runner, "```sh\npython -m dflash_jax.serve\necho $SERVER\n```\n")
-    outcome, said = found["python -m dflash_jax.serve"]
+    results = outcomes(runner, "```sh\npython -m dflash_jax.serve\necho $SERVER\n```\n")
+    outcome, said = results["python -m dflash_jax.serve"]
     assert (outcome, said.partition(";")[0]) == ("failed", note)
     started = not note.startswith("not healthy")
-    assert found["echo $SERVER"] == (("ok", "") if started else ("failed", "its server did not start"))
+    assert results["echo $SERVER"] == (("ok", "") if started else ("failed", "its server did not start"))
 
 
 @pytest.mark.parametrize("status", [0, 1])
@@ -278,9 +278,9 @@ def test_data_are_fetched_or_the_command_is_skipped(runner, monkeypatch, status)
         "run",
         lambda argv, **_: asked.append(argv[-1]) or subprocess.CompletedProcess(argv, status),
     )
-    (found,) = outcomes(runner, "```sh\necho data\n```\n").values()
+    (results,) = outcomes(runner, "```sh\necho data\n```\n").values()
     assert asked == ["no-such"]
-    assert found == (("skipped", "download: pip cannot fetch no-such") if status else ("ok", ""))
+    assert results == (("skipped", "download: pip cannot fetch no-such") if status else ("ok", ""))
 
 
 @pytest.mark.parametrize(("command", "status"), [("true", 0), ("false", 1)])

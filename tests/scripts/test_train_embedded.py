@@ -1,4 +1,4 @@
-"""The embedded target in small: its tokenizer loses nothing, it learns, and the folder can be served."""
+"""The embedded target in small: its tokenizer is lossless, it learns, and its folder can be served."""
 
 import json
 import lzma
@@ -72,7 +72,7 @@ def test_layout(tokenizer):
     for spaces in (4, 8, 12, 16):
         text = f"if x:\n{' ' * spaces}self"
         assert tokenizer.tokenize(text)[-3:] == ["Ċ", "Ġ" * spaces, "self"]
-        # A prompt that ends with its line is a prefix of the whole in tokens, too.
+        # The tokens of a prompt that ends with a line are a prefix of those of the text.
         assert tokenizer.encode(text)[:-2] == tokenizer.encode("if x:\n")
     assert tokenizer.tokenize("12") == ["1", "2"]
     assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|mask|>"]) == [0, 1]
@@ -105,12 +105,12 @@ def test_the_loss_is_that_of_the_model_in_float32_but_for_rounding():
     positions = jnp.broadcast_to(jnp.arange(16), (3, 16))
     model = TargetModel(config)
     params = model.init(jax.random.key(0), tokens[:, :-1], positions, SequenceCache())["params"]
-    params = jax.tree.map(lambda p: p * 4 if p.ndim > 1 else p, params)  # far from uniform
+    params = jax.tree.map(lambda p: p * 4 if p.ndim > 1 else p, params)  # makes the logits far from uniform
     bound = model.bind({"params": params})
     hidden, _, _ = bound(tokens[:, :-1], positions, SequenceCache())
     chosen = jnp.take_along_axis(jax.nn.log_softmax(bound.logits(hidden)), tokens[:, 1:, None], axis=-1)
-    found, gradients = jax.jit(jax.value_and_grad(train_embedded.loss_of), static_argnums=2)(params, tokens, config)
-    assert float(found) == pytest.approx(-float(chosen.mean()), rel=5e-3)
+    computed, gradients = jax.jit(jax.value_and_grad(train_embedded.loss_of), static_argnums=2)(params, tokens, config)
+    assert float(computed) == pytest.approx(-float(chosen.mean()), rel=5e-3)
     assert {gradient.dtype for gradient in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.float32)}
 
 
@@ -125,9 +125,9 @@ def test_a_grown_model_computes_the_same():
         return TargetModel(config).apply({"params": params}, tokens, positions, SequenceCache())[0]
 
     params = initial(config, 0)
-    found = train_embedded.grown(params, initial(deeper, 1))
-    assert jnp.array_equal(hidden(deeper, found), hidden(config, params))
-    assert not jnp.array_equal(found["layers_1"]["mlp"]["gate_up_proj"], found["layers_0"]["mlp"]["gate_up_proj"])
+    computed = train_embedded.grown(params, initial(deeper, 1))
+    assert jnp.array_equal(hidden(deeper, computed), hidden(config, params))
+    assert not jnp.array_equal(computed["layers_1"]["mlp"]["gate_up_proj"], computed["layers_0"]["mlp"]["gate_up_proj"])
 
 
 def test_weights_are_computed_with_as_the_file_holds_them(tmp_path):
@@ -137,10 +137,10 @@ def test_weights_are_computed_with_as_the_file_holds_them(tmp_path):
     params = TargetModel(config).init(jax.random.key(0), tokens, tokens, SequenceCache())["params"]
     save_model(tmp_path, raw, config, params, "fp8_e4m3")
     read = load_params(tmp_path, config, jnp.float32)
-    found = train_embedded.as_stored(params, config)
-    found = {**found, "embed_tokens": found["embed_tokens"].astype(jnp.bfloat16)}
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(read), strict=True):
-        assert jnp.mean(one != other.astype(jnp.bfloat16)) < 1e-3  # XLA divides by a constant in another way than NumPy
+    computed = train_embedded.as_stored(params, config)
+    computed = {**computed, "embed_tokens": computed["embed_tokens"].astype(jnp.bfloat16)}
+    for one, other in zip(jax.tree.leaves(computed), jax.tree.leaves(read), strict=True):
+        assert jnp.mean(one != other.astype(jnp.bfloat16)) < 1e-3  # XLA and NumPy divide by a constant differently
     assert not jnp.array_equal(read["layers_0"]["mlp"]["gate_up_proj"], params["layers_0"]["mlp"]["gate_up_proj"])
 
 

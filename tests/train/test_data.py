@@ -1,4 +1,4 @@
-"""Training data: what is made, that a run which was stopped goes on as if it had not been, and what is refused."""
+"""Training data: its content, resuming of a run byte for byte, and refusals."""
 
 import json
 import re
@@ -24,10 +24,10 @@ from tests.phases import phases
 LINES = [
     {"messages": [{"role": "user", "content": "Hello"}]},
     {"prompt": "Once upon a time"},
-    {"messages": [{"role": "user", "content": " Hello\n"}, {"role": "assistant", "content": "Hi"}]},  # the first again
+    {"messages": [{"role": "user", "content": " Hello\n"}, {"role": "assistant", "content": "Hi"}]},  # a duplicate
     {"prompt_token_ids": [72, 105], "task": "greet"},
-    {"prompt": "a" * 64},  # leaves no room
-    {"prompt": "Once  upon a\ttime"},  # again
+    {"prompt": "a" * 64},  # leaves no room for an answer
+    {"prompt": "Once  upon a\ttime"},  # a duplicate
     {"prompt": "Twice upon a time"},
 ]
 ENDS = [EOS, *range(16)]
@@ -37,7 +37,7 @@ OF_PROMPTS = ("prompts", "prompts_duplicate", "prompts_unusable", "prompts_too_l
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A random target over bytes that soon ends, since many tokens end it."""
+    """A random target over bytes whose answers are short, since many tokens end them."""
     folder = tmp_path_factory.mktemp("pair") / "target"
     sizes = {"vocab_size": BYTE_VOCABULARY, "eos_token_id": EOS, "num_hidden_layers": 1}
     write_byte_tokenizer(write_model(folder, TARGET | sizes, 0, scale=0.1))
@@ -134,7 +134,7 @@ def test_seeds_decide_and_differ(llm, tmp_path, options):
 @pytest.mark.parametrize("source", ["files", "self"])
 def test_resumes_byte_for_byte(llm, tmp_path, options, source, monkeypatch):
     options = options if source == "files" else SELF
-    whole = make(llm, tmp_path / "whole", options)
+    uninterrupted = make(llm, tmp_path / "whole", options)
     real, calls = run.responses_of, Counter()
     answering = 2 if source == "files" else 1
 
@@ -150,14 +150,14 @@ def test_resumes_byte_for_byte(llm, tmp_path, options, source, monkeypatch):
     stopped = contents(tmp_path / "resumed")
     assert len([name for name in stopped if name.startswith("shard")]) == answering
     assert not read_manifest(tmp_path / "resumed").complete
-    assert make(llm, tmp_path / "resumed", options) == whole
-    total = len([name for name in whole if name.startswith("shard")])
-    assert calls["answer"] == total + 1  # none of the finished shards was made again
+    assert make(llm, tmp_path / "resumed", options) == uninterrupted
+    total = len([name for name in uninterrupted if name.startswith("shard")])
+    assert calls["answer"] == total + 1  # finished shards are not made again
     assert read_manifest(tmp_path / "resumed").complete
 
 
 def test_a_part_begins_while_the_last_answers_of_another_come(llm):
-    """Four slots: of six answers, the short ones leave room to the next part long before the longest has ended."""
+    """Four slots: the short ones of six answers leave slots to the next part long before the longest has ended."""
     long, short = (SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (40, 2))
     prompts = [[n] for n in range(40, 46)]
     params = [long, *[short] * 5]
@@ -170,15 +170,15 @@ def test_a_part_begins_while_the_last_answers_of_another_come(llm):
     first = next(parts)
     assert advanced["ended"] > 6
     assert [len(output.token_ids) for output in first] == [40, 2, 2, 2, 2, 2]
-    parts.close()  # a caller that leaves early leaves nothing behind
+    parts.close()  # no request may stay in the engine when the caller stops early
     assert llm.engine.is_idle
     assert [o.token_ids for o in first] == [o.token_ids for o in complete(llm, prompts, params, advance)]
 
 
 def test_a_deleted_shard_is_made_again(llm, tmp_path, options):
-    whole = make(llm, tmp_path / "out", options)
+    uninterrupted = make(llm, tmp_path / "out", options)
     (tmp_path / "out" / "shard-00001.jsonl").unlink()
-    assert make(llm, tmp_path / "out", options) == whole
+    assert make(llm, tmp_path / "out", options) == uninterrupted
 
 
 def test_other_arguments_are_refused(llm, tmp_path, options):
@@ -260,7 +260,7 @@ def test_the_model_makes_prompts(llm, tmp_path):
 def test_no_prompt_is_made_twice(llm, tmp_path):
     files = make(llm, tmp_path / "out", replace(SELF, self_prompts=20, prompt_max_tokens=2, shard_size=20))
     made = [line for name, content in files.items() if name.startswith("prompts") for line in content.splitlines()]
-    assert len(set(made)) == len(made) < 20  # of one byte each, and half of the bytes are no text: they do not suffice
+    assert len(set(made)) == len(made) < 20  # prompts of one byte, of which half are no text: too few
     counts = check_counts(tmp_path / "out")
     assert counts["prompts"] == len(made)
     assert counts["prompts_duplicate"] > 0
@@ -372,7 +372,7 @@ def test_command_line(model, tmp_path, capsys, options, monkeypatch):
     arguments = read_manifest(tmp_path / "out").arguments
     assert arguments["max_model_len"] == 64
     assert len(arguments["weights_sha256"]) == 64
-    monkeypatch.setattr("dflash_jax.loading.LLM", None)  # what is complete needs no model
+    monkeypatch.setattr("dflash_jax.loading.LLM", None)  # a complete folder needs no model
     assert command.main([*flags, *sizes]) == 0
     assert command.main([*flags, *sizes, "--seed", "5"]) == 2
     assert "begun with seed=0, now it is 5" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The packed mask against every block by itself, the features against serving, and the weights of positions."""
+"""Packed blocks against each block alone, features against serving, and weights of positions."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def empty(config, rows, slots):
 
 @partial(jax.jit, static_argnums=1)
 def alone(params, config, features, block, anchor):
-    """Hidden states of one block of one sequence, as serving drafts it: a cache cut at the anchor."""
+    """Hidden states of one block of one sequence, drafted as in serving: with a cache cut at the anchor."""
     model = DraftModel(config).bind({"params": params})
     positions = jnp.arange(features.shape[0])[None]
     context = jnp.where(positions < anchor, positions, -1)
@@ -139,18 +139,18 @@ def test_packed_blocks_are_what_each_is_alone(target, layers, extra):
     def one_by_one(params, features, block):
         def of_sequence(sequence):
             features, block, anchors = sequence
-            return jax.lax.map(lambda own: alone(params, config, features, *own), (block, anchors))
+            return jax.lax.map(lambda of_block: alone(params, config, features, *of_block), (block, anchors))
 
         return jax.lax.map(of_sequence, (features, block, anchors))
 
     @partial(jax.jit, static_argnums=0)
     def with_gradients(function, *args):
-        found, pull = jax.vjp(function, *args)
-        return found, pull(cotangent)
+        computed, pull = jax.vjp(function, *args)
+        return computed, pull(cotangent)
 
-    found, gradients = with_gradients(packed, params, features, block)
+    computed, gradients = with_gradients(packed, params, features, block)
     expected, true_gradients = with_gradients(one_by_one, params, features, block)
-    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(computed, expected, rtol=2e-4, atol=2e-5)
     for mine, true in zip(jax.tree.leaves(gradients), jax.tree.leaves(true_gradients), strict=True):
         np.testing.assert_allclose(mine, true, rtol=2e-3, atol=2e-4 * float(jnp.abs(true).max()))
 
@@ -166,14 +166,14 @@ def test_features_of_the_last_layer_are_the_final_hidden_states(target):
 def test_features_are_those_of_serving(target):
     config, params = target
     tokens = batch_of().tokens
-    found = _features(params, config, (0, 2), tokens)
+    computed = _features(params, config, (0, 2), tokens)
     model, cache = TargetModel(config).bind({"params": params}), empty(config, 2, T)
     pieces = []
     for start in range(0, T, 8):  # in chunks, as prompts are processed
         positions = jnp.broadcast_to(jnp.arange(start, start + 8), (2, 8))
         _, features, cache = model(tokens[:, start : start + 8], positions, cache, (0, 2))
         pieces.append(features)
-    np.testing.assert_allclose(found, jnp.concatenate(pieces, axis=1), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(computed, jnp.concatenate(pieces, axis=1), rtol=1e-4, atol=1e-5)
 
 
 def loss_of(params, batch, target, config, loss="decay"):
@@ -242,7 +242,7 @@ def test_losses_and_their_gradients_are_those_of_all_logits(dtype, tolerance):
 
 
 def test_nothing_beyond_an_anchor_tells_what_comes(target):
-    """Tokens behind the anchor change labels only: hidden states must not move, or training would look ahead."""
+    """Tokens behind the anchor are labels only: if they changed hidden states, training would look ahead."""
     config = draft_of("mixed")
     params, batch = params_of(config), batch_of()
     anchors = jnp.array([[12], [12]], jnp.int32)
@@ -271,7 +271,7 @@ def test_frozen_parts_get_no_gradient_and_empty_blocks_no_weight(target):
     config = draft_of("full")
     params, batch = params_of(config), batch_of()
     value, _ = loss_of(params, batch, target, config)
-    more = batch._replace(anchors=jnp.concatenate([batch.anchors, jnp.full((2, 3), -1, jnp.int32)], axis=1))
-    np.testing.assert_allclose(loss_of(params, more, target, config)[0], value, rtol=1e-6)
+    longer = batch._replace(anchors=jnp.concatenate([batch.anchors, jnp.full((2, 3), -1, jnp.int32)], axis=1))
+    np.testing.assert_allclose(loss_of(params, longer, target, config)[0], value, rtol=1e-6)
     frozen = jax.grad(partial(lambda p: loss_of(params, batch, (target[0], p), config)[0]))(target[1])
     assert not any(jnp.any(x) for x in jax.tree.leaves(frozen["layers_0"]))

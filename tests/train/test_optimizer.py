@@ -36,7 +36,7 @@ PARAMETERS = parameters_of(checkpoint_table(DRAFT), DRAFT)
 
 
 def first_update(optimizer: str, **options):
-    """What the first step adds to weights of ones, at a learning rate of -1, for random gradients."""
+    """The first update of weights of ones, at a learning rate of -1, for random gradients."""
     config = TrainConfig(target="t", data=("d",), out="o", optimizer=optimizer, **options)
     params = build(PARAMETERS, lambda parameter: jnp.ones(parameter.shape))
     keys = jax.random.split(jax.random.key(0), len(PARAMETERS))

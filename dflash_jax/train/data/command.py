@@ -1,4 +1,4 @@
-"""The options of `python -m dflash_jax.train.data`, and what it does."""
+"""Flags of `python -m dflash_jax.train.data`, and the command."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from dflash_jax.train.data.options import DataOptions
 from dflash_jax.train.data.run import fingerprint, make_data
 
 NUMERIC = ("dtype", "kv_cache_dtype", "max_model_len")  # options of the engine that responses depend on
-MOST_SEQUENCES = 128  # side by side, unless told otherwise: nobody waits for the first token here
+MOST_SEQUENCES = 128  # default of --max-num-seqs: only throughput counts here, not the time to the first token
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m dflash_jax.train.data",
         description="Have a target answer prompts, as training data for its drafter. The same command resumes.",
         formatter_class=HelpFormatter,
     )
-    # Pages of past prompts would make a run that is resumed differ from one that never stopped.
+    # No prefix cache: pages of earlier prompts would make a resumed run differ from one that never stopped.
     add_engine_arguments(parser, without=("enable_prefix_caching",), max_num_seqs=MOST_SEQUENCES, compile_at_start=None)
     _add_prompts(parser.add_argument_group("prompts"))
     _add_answers(parser.add_argument_group("responses"))
@@ -77,18 +77,18 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def options_of(args: argparse.Namespace) -> DataOptions:
-    """What a command line asks for.
+    """The options of the data in a command line.
 
     Raises:
         DFlashError: an option is out of range.
     """
-    given = {field.name: getattr(args, field.name) for field in fields(DataOptions)}
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    options = {field.name: getattr(args, field.name) for field in fields(DataOptions)}
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
     return DataOptions(**values)
 
 
 def run(args: argparse.Namespace) -> DataFolder:
-    """Make the data, or what is missing of them; returns the finished folder.
+    """Make the data, or resume; returns the complete folder.
 
     Raises:
         DFlashError: an option is wrong, the model cannot be loaded, or a prompt cannot be served.
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _print(counts: Mapping[str, int], wanted: int) -> None:
-    """What became of all prompts and responses."""
+    """Print what became of all prompts and responses."""
     if counts["prompts"] < wanted:
         print(f"warning: the model made {counts['prompts']} of {wanted} prompts; see the counts", file=sys.stderr)
     print("\n".join(f"{name.replace('_', ' '):18} {value:>14,}" for name, value in counts.items()))

@@ -1,4 +1,4 @@
-"""Many completions at once."""
+"""Complete many prompts at once."""
 
 from __future__ import annotations
 
@@ -9,23 +9,38 @@ from dflash_jax.base.values import CompletionOutput, SamplingParams
 from dflash_jax.engine.host.sequence import Sequence as Completing
 from dflash_jax.llm import LLM
 
-Advance = Callable[[int, int], None]  # told how many completions have ended, and how many tokens have come
-Part = tuple[Sequence[Sequence[int]], Sequence[SamplingParams]]  # prompts, and how each is completed
+Advance = Callable[[int, int], None]  # takes completions that ended, and tokens emitted, since the last call
+Part = tuple[Sequence[Sequence[int]], Sequence[SamplingParams]]  # token ids of prompts, and sampling parameters of each
 
 
 def complete(
     llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], advance: Advance
 ) -> list[CompletionOutput]:
-    """One completion for each prompt, in order."""
+    """Complete each prompt; outputs are in the order of the prompts.
+
+    Args:
+        llm: the engine.
+        prompts: token ids.
+        params: one for each prompt.
+        advance: called after each step.
+    """
     (outputs,) = complete_parts(llm, [(prompts, params)], advance)
     return outputs
 
 
 def complete_parts(llm: LLM, parts: Iterable[Part], advance: Advance) -> Iterator[list[CompletionOutput]]:
-    """The completions of each part, part after part; a part begins when nothing of those before it waits any more.
+    """Complete the prompts of each part, part after part; a part starts when no earlier prompt waits for a slot.
 
-    All slots are taken until the end, which those of one part alone are not: some answers are far longer than others.
-    As `LLM.generate`, without a snapshot of every output after every step.
+    Starting it then keeps all slots busy to the end: some answers are far longer than others. Works like
+    `LLM.generate`, without a snapshot of every output after every step.
+
+    Args:
+        llm: the engine.
+        parts: prompts and their sampling parameters.
+        advance: called after each step.
+
+    Yields:
+        Outputs of a part, in the order of its prompts.
     """
     engine, coming = llm.engine, iter(parts)
     begun: deque[list[Completing]] = deque()
@@ -43,11 +58,11 @@ def complete_parts(llm: LLM, parts: Iterable[Part], advance: Advance) -> Iterato
             emitted = engine.stats.num_generation_tokens
             advance(sum(sequence.finished for sequence in changed), emitted - known)
             known = emitted
-    finally:  # a caller may leave early
+    finally:  # the caller may stop iterating
         for sequence in (sequence for sequences in begun for sequence in sequences):
             engine.abort(sequence)
         if not (engine.is_idle or engine.scheduler.waiting or engine.scheduler.running):
-            engine.step()  # reads the round that ran ahead
+            engine.step()  # reads the round that is in flight
 
 
 def _sequence(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> Completing:

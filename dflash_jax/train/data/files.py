@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and lines of JSON that can be named when they are wrong."""
+"""Files that are written atomically, and JSON lines whose errors name file and line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dflash_jax.base.errors import ConfigError
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that, whatever happens, it is found as it was or as it is to be.
+    """Write a file so that it holds either its old or its new content, even after a power cut.
 
     Raises:
         ConfigError: it cannot be written.
@@ -36,7 +36,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """A whole file.
+    """Read a file.
 
     Raises:
         ConfigError: it cannot be read.
@@ -48,7 +48,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def sha256_of(contents: Iterable[bytes]) -> str:
-    """Of these bytes one after another, in hexadecimal."""
+    """The sha256 of concatenated bytes, in hexadecimal."""
     digest = hashlib.sha256()
     for content in contents:
         digest.update(content)
@@ -56,7 +56,11 @@ def sha256_of(contents: Iterable[bytes]) -> str:
 
 
 def json_lines(content: bytes, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file, each with the words for where it stands; empty lines are passed over.
+    """The objects of a JSONL file, each with file and line for errors; empty lines are skipped.
+
+    Args:
+        content: of the file.
+        name: of the file, for errors.
 
     Raises:
         ConfigError: a line is not a JSON object in UTF-8.

@@ -1,6 +1,7 @@
-"""The folder that data is made in: its files, and the manifest that says what they are and what they came from.
+"""The folder that data is made in: its files, and a manifest with their hashes and everything they depend on.
 
-A file counts once the manifest names it, and the manifest is written after each: it is all that a run needs to go on.
+A file counts once the manifest names it. The manifest is written after each file, and is all that a run needs to be
+resumed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ MANIFEST = "manifest.json"
 
 
 class FileEntry(msgspec.Struct, frozen=True):
-    """What the manifest says of a file."""
+    """The entry of a file in the manifest.
+
+    Attributes:
+        sha256: of its content.
+        counts: what became of the prompts or responses of the file.
+    """
 
     sha256: str
     counts: dict[str, int]
@@ -33,10 +39,11 @@ class Manifest(msgspec.Struct, frozen=True):
     """What a folder holds.
 
     Attributes:
-        model: as it was given.
+        format_version: of the manifest.
+        model: as it was named on the command line.
         arguments: everything that decides what the data is.
-        versions: of what wrote it last.
-        counts: over everything.
+        versions: of the software that wrote it last.
+        counts: sums over all files.
         prompts: files of prompts that the model made, by name.
         shards: files of responses, by name.
         complete: whether nothing is left to make.
@@ -53,7 +60,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder.
+    """Read the manifest of a folder.
 
     Raises:
         ConfigError: it is missing, damaged or of another format.
@@ -74,10 +81,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def checked_bytes(path: Path, entry: FileEntry) -> bytes:
-    """A file that the manifest names.
+    """Read a file that the manifest names.
 
     Raises:
-        ConfigError: it cannot be read, or it is not as it was written.
+        ConfigError: it cannot be read, or its sha256 is another.
     """
     content = read_bytes(path)
     if sha256_of([content]) != entry.sha256:
@@ -87,6 +94,11 @@ def checked_bytes(path: Path, entry: FileEntry) -> bytes:
 
 class DataFolder:
     """A folder that data is made in, new or begun before with the same arguments.
+
+    Args:
+        path: made if absent.
+        model: as it was named on the command line.
+        arguments: everything that decides what the data is.
 
     Raises:
         ConfigError: it was begun with other arguments, a file of it is corrupt, or it holds something else.
@@ -100,22 +112,22 @@ class DataFolder:
             "jax": version("jax"),
             "python": platform.python_version(),
         }
-        found = self._find(stated)
+        old = self._find(stated)
         self.manifest = Manifest(
             format_version=FORMAT_VERSION,
             model=model,
             arguments=stated,
             versions=versions,
-            counts=found.counts if found else {},
-            prompts=self._intact(found.prompts) if found else {},
-            shards=self._intact(found.shards) if found else {},
+            counts=old.counts if old else {},
+            prompts=self._intact(old.prompts) if old else {},
+            shards=self._intact(old.shards) if old else {},
             complete=False,
         )
-        missing = found is None or {*found.prompts, *found.shards} - {*self.manifest.prompts, *self.manifest.shards}
-        self._save(complete=found is not None and found.complete and not missing)  # deleted files are made again
+        missing = old is None or {*old.prompts, *old.shards} - {*self.manifest.prompts, *self.manifest.shards}
+        self._save(complete=old is not None and old.complete and not missing)  # deleted files are made again
 
     def _find(self, arguments: dict[str, Any]) -> Manifest | None:
-        """The manifest of a run with these arguments; None in a folder that is empty or not there yet."""
+        """The manifest of a run with these arguments; None in a folder that is empty or absent."""
         if not (self.path / MANIFEST).exists():
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -140,32 +152,32 @@ class DataFolder:
         return manifest
 
     def _intact(self, entries: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
-        """Those of the files that are there."""
+        """Entries whose files are present, their hashes checked."""
         present = {name: entry for name, entry in entries.items() if (self.path / name).exists()}
         for name, entry in present.items():
             checked_bytes(self.path / name, entry)
         return present
 
     def read_prompts(self, name: str) -> bytes:
-        """A file of prompts that is there."""
+        """Read a file of prompts that the manifest names."""
         return checked_bytes(self.path / name, self.manifest.prompts[name])
 
     def add_prompts(self, name: str, lines: Iterable[Any], counts: Mapping[str, int]) -> None:
-        """Write a file of prompts."""
+        """Write a file of prompts, and name it in the manifest."""
         entry = self._write(name, lines, counts)
         self._save(prompts=self.manifest.prompts | {name: entry})
 
     def add_shard(self, name: str, lines: Iterable[Any], counts: Mapping[str, int]) -> None:
-        """Write a file of responses."""
+        """Write a file of responses, and name it in the manifest."""
         entry = self._write(name, lines, counts)
         self._save(shards=self.manifest.shards | {name: entry})
 
     def note_prompts(self, counts: Mapping[str, int]) -> None:
-        """State what became of the prompts that were given."""
+        """Keep counts of what became of the prompts that were read."""
         self._save(counts=dict(counts))
 
     def finish(self) -> None:
-        """State that nothing is left to make."""
+        """Mark the folder complete."""
         self._save(complete=True)
 
     def _write(self, name: str, lines: Iterable[Any], counts: Mapping[str, int]) -> FileEntry:

@@ -1,4 +1,4 @@
-"""What decides which data is made, checked."""
+"""Options of training data, checked."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from dflash_jax.train.data.files import read_bytes, sha256_of
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What to make. The same options and the same model make the same data.
+    """What data to make. The same options and the same model make the same data.
 
     Attributes:
         prompts: JSONL files of prompts; empty if the model makes them.
-        max_prompts: most prompts to take from the files; None takes all.
-        self_prompts: prompts that the model is to make; 0 if there are files.
-        systems: system messages of these, in turn; empty for none.
-        prompt_top_p: probability mass to sample these from, at temperature 1.
-        prompt_max_tokens: most tokens of one of these.
+        max_prompts: limit of prompts taken from the files; None takes all.
+        self_prompts: prompts that the model makes itself; 0 if there are files.
+        systems: system messages of these prompts, in turn; empty for none.
+        prompt_top_p: probability mass to sample these prompts from, at temperature 1.
+        prompt_max_tokens: limit of tokens of such a prompt.
         chat_template_kwargs: further variables of the chat template.
-        temperatures: every prompt is answered once at each.
+        temperatures: every prompt is answered once at each temperature.
         top_p: probability mass to keep in answers.
-        max_tokens: most tokens of an answer.
-        min_tokens: answers with fewer are dropped.
+        max_tokens: limit of tokens of an answer.
+        min_tokens: shorter answers are dropped.
         max_repetition: answers with a larger share of repeated 8-grams are dropped; None drops none.
-        seed: of everything that is sampled.
+        seed: decides everything that is sampled.
         shard_size: answers asked for between two writes.
 
     Raises:
-        ConfigError: a value is out of range, or two do not go together.
-        RequestError: a value cannot be sampled with.
+        ConfigError: a value is out of range, or two contradict each other.
+        RequestError: a value is no sampling parameter.
     """
 
     prompts: tuple[Path, ...] = ()
@@ -64,9 +64,9 @@ class DataOptions:
             if value and not source:
                 raise ConfigError(f"--{name} needs --{'prompts' if name == 'max-prompts' else 'self-prompts'}.")
         for name in ("max_prompts", "min_tokens", "shard_size"):
-            least = getattr(self, name)
-            if least is not None and least < 1:
-                raise ConfigError(f"--{name.replace('_', '-')}={least} must be at least 1.")
+            smallest = getattr(self, name)
+            if smallest is not None and smallest < 1:
+                raise ConfigError(f"--{name.replace('_', '-')}={smallest} must be at least 1.")
         if self.min_tokens > self.max_tokens:
             raise ConfigError(f"--min-tokens={self.min_tokens} exceeds --max-tokens={self.max_tokens}; lower it.")
         if self.max_repetition is not None and not 0 <= self.max_repetition <= 1:
@@ -81,7 +81,7 @@ class DataOptions:
         self.prompt_params(0)
 
     def answer_params(self, temperature: float, index: int) -> SamplingParams:
-        """How answer number `index` is sampled."""
+        """Sampling parameters of answer number `index`."""
         return SamplingParams(
             detokenize=False,
             temperature=temperature,
@@ -91,7 +91,7 @@ class DataOptions:
         )
 
     def prompt_params(self, index: int) -> SamplingParams:
-        """How the model makes prompt number `index`."""
+        """Sampling parameters of prompt number `index` that the model makes."""
         return SamplingParams(
             detokenize=False,
             temperature=1.0,
@@ -101,21 +101,21 @@ class DataOptions:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Them all as JSON can have them; files by name and content.
+        """All options as JSON; files by name and sha256.
 
         Raises:
             ConfigError: a file cannot be read.
         """
-        own = {name: value for name, value in vars(self).items() if name != "prompts"}
-        return own | {"prompts": {path.name: sha256_of([read_bytes(path)]) for path in self.prompts}}
+        options = {name: value for name, value in vars(self).items() if name != "prompts"}
+        return options | {"prompts": {path.name: sha256_of([read_bytes(path)]) for path in self.prompts}}
 
 
 def seed_of(seed: int, what: str, index: int) -> int:
-    """The seed of one request of a run: 63 bits that depend on nothing else."""
+    """The seed of one request, 63 bits: a hash of the seed of the run, the kind of request and its index."""
     digest = blake2b(f"{seed} {what} {index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def shards_of(number: int, shard_size: int) -> list[range]:
-    """The indices of each shard."""
+    """Indices of the answers in each shard."""
     return [range(i * shard_size, min((i + 1) * shard_size, number)) for i in range(math.ceil(number / shard_size))]

@@ -1,4 +1,4 @@
-"""Prompts: read from files, freed of duplicates, and tokenised."""
+"""Prompts: read from files, without duplicates, and tokenised."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ KINDS = ("messages", "prompt", "prompt_token_ids")
 
 @dataclass(frozen=True)
 class SourcePrompt:
-    """A prompt as a file has it.
+    """A prompt of a file.
 
     Attributes:
         kind: one of `KINDS`.
-        content: a list of messages that does not end in an answer, a text, or a list of token ids.
-        source: the name of the file.
+        content: messages that do not end in an answer, a text, or token ids.
+        source: name of the file.
         where: file and line, for errors.
     """
 
@@ -38,17 +38,17 @@ class SourcePrompt:
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """A prompt as the engine takes it."""
+    """A prompt as token ids, and the name of its file."""
 
     token_ids: list[int]
     source: str
 
 
 def read_prompts(paths: Iterable[Path]) -> list[SourcePrompt]:
-    """Every prompt of some JSONL files.
+    """Read every prompt of JSONL files.
 
-    A line holds one of `messages` (whose answer at the end, if there is one, is left out), `prompt` and
-    `prompt_token_ids`; other fields are ignored.
+    A line holds one of `messages` (an answer at the end is left out), `prompt` and `prompt_token_ids`; other fields are
+    ignored.
 
     Raises:
         ConfigError: a file cannot be read, or a line of it is no prompt.
@@ -57,7 +57,7 @@ def read_prompts(paths: Iterable[Path]) -> list[SourcePrompt]:
 
 
 def parse_prompts(content: bytes, name: str, source: str) -> list[SourcePrompt]:
-    """Every prompt of a JSONL file's content.
+    """Every prompt in the content of a JSONL file.
 
     Raises:
         ConfigError: a line is no prompt.
@@ -68,8 +68,8 @@ def parse_prompts(content: bytes, name: str, source: str) -> list[SourcePrompt]:
 def _prompt_of(fields: Mapping[str, Any], where: str, source: str) -> SourcePrompt:
     kinds = [kind for kind in KINDS if kind in fields]
     if len(kinds) != 1:
-        found = " and ".join(map(repr, kinds)) or f"only {', '.join(map(repr, fields)) or 'nothing'}"
-        raise ConfigError(f"{where} holds {found}; give exactly one of {', '.join(map(repr, KINDS))}.")
+        names = " and ".join(map(repr, kinds)) or f"only {', '.join(map(repr, fields)) or 'nothing'}"
+        raise ConfigError(f"{where} holds {names}; give exactly one of {', '.join(map(repr, KINDS))}.")
     (kind,) = kinds
     content = fields[kind]
     if kind == "prompt":
@@ -85,10 +85,10 @@ def _prompt_of(fields: Mapping[str, Any], where: str, source: str) -> SourceProm
 
 
 def checked_messages(messages: Any, where: str) -> list[dict[str, Any]]:
-    """Messages as a file has them.
+    """Check messages of a file.
 
     Raises:
-        ConfigError: they are no list of objects that each have a role.
+        ConfigError: they are not a list of objects that each have a role.
     """
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise ConfigError(f"{where}: 'messages' must be a list of objects that each have a 'role'.")
@@ -96,7 +96,7 @@ def checked_messages(messages: Any, where: str) -> list[dict[str, Any]]:
 
 
 def without_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages up to the last that is not the assistant's."""
+    """Messages without those of the assistant at the end."""
     end = len(messages)
     while end and messages[end - 1]["role"] == "assistant":
         end -= 1
@@ -104,7 +104,7 @@ def without_answer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def key_of(prompt: SourcePrompt) -> bytes:
-    """The same for prompts that differ in nothing but white space."""
+    """A hash that is equal for prompts which differ in white space only."""
     return blake2b(json.dumps([prompt.kind, _normalized(prompt.content)]).encode(), digest_size=16).digest()
 
 
@@ -119,7 +119,7 @@ def _normalized(value: Any) -> Any:
 
 
 def drop_duplicates(prompts: Iterable[SourcePrompt]) -> list[SourcePrompt]:
-    """The first of each set of prompts that differ in nothing but white space, in order."""
+    """The first of each set of prompts that differ in white space only, in order."""
     unique: dict[bytes, SourcePrompt] = {}
     for prompt in prompts:
         unique.setdefault(key_of(prompt), prompt)
@@ -130,22 +130,29 @@ def tokenize_prompts(
     prompts: Sequence[SourcePrompt],
     frontend: Frontend,
     *,
-    most: int | None,
+    max_prompts: int | None,
     chat_template_kwargs: Mapping[str, Any],
 ) -> tuple[list[TokenizedPrompt], dict[str, int]]:
-    """The first prompts, at most `most`, that leave room for an answer.
+    """Tokenise prompts, and keep those that leave room for an answer.
+
+    Args:
+        prompts: to tokenise, in order.
+        frontend: of the engine that will answer.
+        max_prompts: limit of prompts to keep; None keeps all.
+        chat_template_kwargs: further variables of the chat template.
 
     Returns:
-        Them, and counts of those that are too long and of those that were not looked at.
+        The prompts, and counts of those that are too long and of those not looked at.
 
     Raises:
-        ConfigError: the chat template or the tokenizer refuses one.
+        ConfigError: the chat template or the tokenizer refuses a prompt.
     """
     looked_at = 0
     kept: list[TokenizedPrompt] = []
-    with phase("tokenising the prompts", len(prompts) if most is None else min(most, len(prompts))) as now:
+    limit = len(prompts) if max_prompts is None else min(max_prompts, len(prompts))
+    with phase("tokenising the prompts", limit) as now:
         for prompt in prompts:
-            if len(kept) == most:
+            if len(kept) == max_prompts:
                 break
             looked_at += 1
             token_ids = _token_ids(prompt, frontend, chat_template_kwargs)
@@ -157,11 +164,11 @@ def tokenize_prompts(
 
 def _token_ids(prompt: SourcePrompt, frontend: Frontend, chat_template_kwargs: Mapping[str, Any]) -> list[int]:
     try:
-        given: Prompt
+        request: Prompt
         if prompt.kind == "messages":
-            given = frontend.chat_prompt(prompt.content, chat_template_kwargs=chat_template_kwargs)
+            request = frontend.chat_prompt(prompt.content, chat_template_kwargs=chat_template_kwargs)
         else:
-            given = prompt.content if prompt.kind == "prompt" else {"prompt_token_ids": prompt.content}
-        return tokenize(given, frontend.tokenizer, vocab_size=frontend.vocab_size)[1]
+            request = prompt.content if prompt.kind == "prompt" else {"prompt_token_ids": prompt.content}
+        return tokenize(request, frontend.tokenizer, vocab_size=frontend.vocab_size)[1]
     except RequestError as error:
         raise ConfigError(f"{prompt.where}: {error}") from error

@@ -1,4 +1,4 @@
-"""From options to a finished folder: prompts, then the model's responses to them, shard by shard."""
+"""Make a folder of training data: prompts, then responses of the model, shard by shard."""
 
 from __future__ import annotations
 
@@ -25,11 +25,16 @@ Job = tuple[TokenizedPrompt, float]  # what to answer, at which temperature
 
 
 def make_data(llm: LLM, options: DataOptions, folder: DataFolder) -> None:
-    """Make what the folder lacks.
+    """Make all that the folder lacks.
 
-    What a prompt is answered depends on its own seed alone, as far as the engine's arithmetic does not depend on what
-    runs beside it: with bfloat16 on GPUs it does a little, and there a run that was interrupted may differ in places
-    from one that was not.
+    The answer to a prompt depends on its own seed only, as long as the engine's arithmetic does not depend on what runs
+    beside it. With bfloat16 on GPUs it does a little, so that a resumed run may differ in places from one that never
+    stopped.
+
+    Args:
+        llm: the engine.
+        options: of the data.
+        folder: that it is made in.
 
     Raises:
         ConfigError: a prompt cannot be served, the model cannot make prompts, or a file cannot be written.
@@ -56,7 +61,7 @@ def make_data(llm: LLM, options: DataOptions, folder: DataFolder) -> None:
 
 
 def _prompts(llm: LLM, options: DataOptions, folder: DataFolder) -> tuple[list[TokenizedPrompt], dict[str, int]]:
-    """All prompts to answer, and counts by what became of those that were read or made."""
+    """All prompts to answer, and counts of what became of those that were read or made."""
     if options.self_prompts:
         unique, counts = make_prompts(llm, options, folder)
     else:
@@ -64,19 +69,25 @@ def _prompts(llm: LLM, options: DataOptions, folder: DataFolder) -> tuple[list[T
             read = read_prompts(options.prompts)
             unique = drop_duplicates(read)
         counts = {"prompts_read": len(read), "prompts_duplicate": len(read) - len(unique)}
-    prompts, more = tokenize_prompts(
-        unique, llm.frontend, most=options.max_prompts, chat_template_kwargs=options.chat_template_kwargs
+    prompts, tokenized = tokenize_prompts(
+        unique, llm.frontend, max_prompts=options.max_prompts, chat_template_kwargs=options.chat_template_kwargs
     )
     total = Counter(prompts=len(prompts))
-    for each in (counts, more):
-        total.update(each)
+    for part in (counts, tokenized):
+        total.update(part)
     return prompts, dict(total)
 
 
 def responses_of(
     jobs: Sequence[Job], outputs: Sequence[CompletionOutput], options: DataOptions
 ) -> tuple[list[Response], dict[str, int]]:
-    """The lines of a shard: the outputs that pass the filters; and counts of all by what became of them."""
+    """The responses of a shard that pass the filters, and counts of what became of all of them.
+
+    Args:
+        jobs: prompt and temperature of each output.
+        outputs: of the engine.
+        options: hold the filters.
+    """
     responses: list[Response] = []
     counts = Counter(dict.fromkeys(("failed", "too_short", "repetitive", "prompt_tokens", "response_tokens"), 0))
     for (prompt, temperature), output in zip(jobs, outputs, strict=True):
@@ -92,7 +103,7 @@ def responses_of(
 
 
 def reason_to_drop(output: CompletionOutput, options: DataOptions) -> str | None:
-    """Why an output is not worth keeping: "failed", "too_short" or "repetitive"; None if it is."""
+    """Why an output is dropped: "failed", "too_short" or "repetitive"; None keeps it."""
     if output.finish_reason not in ("stop", "length"):
         return "failed"
     if len(output.token_ids) < options.min_tokens:
@@ -103,8 +114,10 @@ def reason_to_drop(output: CompletionOutput, options: DataOptions) -> str | None
 
 
 def fingerprint(folder: Path) -> Mapping[str, Any]:
-    """What tells a model from others without reading all its weights: sha256 of its configuration, of the names,
-    sizes and headers of its weights, and of all that concerns text.
+    """Hashes that tell a model from others without reading its weights.
+
+    They are the sha256 of its configuration, of names, sizes and headers of its weight files, and of the files of its
+    tokenizer and chat template.
     """
     return {
         "config_sha256": _sha256_of_files([folder / "config.json"]),

@@ -1,6 +1,6 @@
-"""Prompts that an instruct model makes itself: what it says behind the header of a user's turn.
+"""Prompts that an instruct model makes itself: what it generates after the header of a user's turn.
 
-As in Magpie (arXiv 2406.08464).
+Source: Magpie, arXiv 2406.08464.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dflash_jax.train.data.options import DataOptions
 from dflash_jax.train.data.prompts import SourcePrompt, key_of, parse_prompts
 
 SELF = "self"
-MARK = "[the user's words]"
-MOST_ATTEMPTS = 10  # for each prompt that is wanted
-FEWEST_ATTEMPTS = 64  # in one go
+MARK = "[the user's words]"  # stands for the words, to find where the template puts them
+MOST_ATTEMPTS = 10  # attempts for each prompt asked for, before giving up
+FEWEST_ATTEMPTS = 64  # attempts sampled side by side
 
 
 def user_header(frontend: Frontend, system: str | None, chat_template_kwargs: Mapping[str, Any]) -> list[int]:
-    """Token ids of all that the chat template writes before the user's words.
+    """Token ids of everything that the chat template writes before the user's words.
 
     Raises:
         ConfigError: the template writes nothing there, or changes the words.
@@ -43,13 +43,15 @@ def user_header(frontend: Frontend, system: str | None, chat_template_kwargs: Ma
 
 
 def make_prompts(llm: LLM, options: DataOptions, folder: DataFolder) -> tuple[list[SourcePrompt], dict[str, int]]:
-    """As many different prompts as wanted, fewer if they do not come; files of the folder hold them.
+    """Have the model make as many different prompts as asked for, or fewer if it repeats itself.
+
+    Files of the folder hold them, so that the command can be resumed.
 
     Returns:
-        Them, and counts of all attempts by what became of them.
+        The prompts, and counts of what became of all attempts.
 
     Raises:
-        ConfigError: the chat template cannot be used, or nothing at all came.
+        ConfigError: the chat template cannot be used, or no attempt was usable.
     """
     kept: dict[bytes, SourcePrompt] = {}
     counts: Counter[str] = Counter()
@@ -62,8 +64,8 @@ def make_prompts(llm: LLM, options: DataOptions, folder: DataFolder) -> tuple[li
             name = f"prompts-{number:05d}.jsonl"
             if name not in folder.manifest.prompts:
                 size = min(options.shard_size, max((wanted - len(kept)) * 5 // 4, FEWEST_ATTEMPTS))
-                lines, found = _attempt(llm, options, range(attempts, attempts + size), kept, now.advance)
-                folder.add_prompts(name, lines, found)
+                lines, counted = _attempt(llm, options, range(attempts, attempts + size), kept, now.advance)
+                folder.add_prompts(name, lines, counted)
             counts.update(folder.manifest.prompts[name].counts)
             new = parse_prompts(folder.read_prompts(name), str(folder.path / name), SELF)
             kept |= {key_of(prompt): prompt for prompt in new}
@@ -79,7 +81,7 @@ def make_prompts(llm: LLM, options: DataOptions, folder: DataFolder) -> tuple[li
 def _attempt(
     llm: LLM, options: DataOptions, numbers: range, known: Mapping[bytes, SourcePrompt], advance: Advance
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Sample a user's turn for each number: the lines that are worth keeping, and what became of all."""
+    """Sample a user's turn for each number; returns the lines to keep, and counts of what became of all."""
     systems: Sequence[str | None] = options.systems or (None,)
     headers = [user_header(llm.frontend, system, options.chat_template_kwargs) for system in systems]
     outputs = complete(
@@ -90,7 +92,7 @@ def _attempt(
     )
     lines: dict[bytes, dict[str, Any]] = {}
     unusable = duplicates = 0
-    most = options.self_prompts - len(known)
+    missing = options.self_prompts - len(known)
     for i, output in zip(numbers, outputs, strict=True):
         words = _user_words(output, llm.frontend)
         if words is None:
@@ -102,7 +104,7 @@ def _attempt(
             duplicates += 1
         else:
             lines[key] = {"messages": messages}
-    kept = list(lines.values())[:most]
+    kept = list(lines.values())[:missing]
     return kept, {
         "prompts_read": len(numbers),
         "prompts_unusable": unusable,
@@ -112,7 +114,7 @@ def _attempt(
 
 
 def _user_words(output: CompletionOutput, frontend: Frontend) -> str | None:
-    """What the model says for the user; None if it did not come to an end, or is blank or malformed."""
+    """The user's turn that the model made; None if it has no end, or is blank or malformed."""
     tokenizer = frontend.need_tokenizer("--self-prompts")
     words = output.token_ids[:-1]
     if output.finish_reason != "stop" or not set(words).isdisjoint(tokenizer.hf.all_special_ids):

@@ -1,4 +1,4 @@
-"""Samples to train on: of the shards of a folder, or of a JSONL file that anyone has made."""
+"""Samples to train on: from shards of a folder, or from any JSONL file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dflash_jax.train.data.prompts import checked_messages
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt, which may be empty, and the response to it."""
+    """A prompt, which may be empty, and the response to it, as token ids."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -29,7 +29,9 @@ class Response(msgspec.Struct, frozen=True):
     """A line of a shard.
 
     Attributes:
+        prompt_token_ids: the prompt.
         token_ids: the response, with the token that ended it if one did.
+        temperature: it was sampled at.
         finish_reason: "stop" or "length".
         source: "self" for a prompt that the model made, or the name of the prompt's file.
     """
@@ -45,8 +47,8 @@ def read_shards(folder: Path, *, check: bool = True) -> Iterator[Sample]:
     """Every sample of a folder that `python -m dflash_jax.train.data` has made, or is making.
 
     Args:
-        folder: that holds `manifest.json`.
-        check: compare each shard with the sha256 of the manifest before anything of it is yielded.
+        folder: holds `manifest.json`.
+        check: compare each shard with the sha256 of the manifest before its samples are used.
 
     Raises:
         ConfigError: there is no manifest, or a shard is missing or corrupt.
@@ -66,12 +68,12 @@ def read_jsonl(path: Path, tokenizer: Tokenizer | None) -> Iterator[Sample]:
     """Every sample of a JSONL file.
 
     A line holds one of these:
-        `messages`, the last by the assistant: its content is the response, the rest, through the chat template, the
+        `messages`, the last by the assistant: its content is the response, the others, through the chat template, the
             prompt;
         `prompt` and `response`;
-        `text`, all of it response;
-        `prompt_token_ids` and `token_ids`, as shards have them.
-    What the assistant says and a `response` get the end-of-sequence token; texts stay as they are.
+        `text`: all of it is response;
+        `prompt_token_ids` and `token_ids`, as in shards.
+    The end-of-sequence token is added to the assistant's content and to `response`, not to `text`.
 
     Args:
         path: the file.
@@ -106,7 +108,7 @@ def _sample_of(fields: Mapping[str, Any], tokenizer: Tokenizer | None, where: st
 
 
 def _sample_of_messages(messages: list[dict[str, Any]], tokenizer: Tokenizer, where: str) -> Sample:
-    """What the model is shown when it answers, and the answer as it would then write it."""
+    """The prompt as the chat template renders it, and the answer as the model would write it."""
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise ConfigError(f"{where}: the last of at least two 'messages' must be the assistant's.")
     response = _text(messages[-1].get("content"), "the assistant's content", where)
