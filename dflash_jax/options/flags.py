@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 from dataclasses import MISSING
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_jax.options.engine_args import EngineArgs
 from dflash_jax.options.option import default_of, flag_names, options_of, shown_default
 from dflash_jax.options.serve_args import ServeArgs
 
+Options = TypeVar("Options")
 MODELS = ("model", "draft_model")
 # A command that loads an engine itself never queues requests, and a seed of its own decides all that is random in it.
 ABSENT_IN_COMMANDS = ("max_num_queued_seqs", "seed")
@@ -71,6 +72,12 @@ def add_option(group: Any, owner: type, name: str, **changes: Any) -> None:
         arguments["help"] += "" if "help" in changes else f" (default: {words})"
     arguments["help"] = arguments["help"].replace("%", "%%")
     group.add_argument(*flag_names(name, about), **arguments)
+
+
+def options_from(args: argparse.Namespace, owner: type[Options]) -> Options:
+    """The dataclass of options that a command line fills; lists become tuples."""
+    values = {name: getattr(args, name) for name in options_of(owner)}
+    return owner(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] = (), **defaults: Any) -> None:
