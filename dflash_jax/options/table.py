@@ -5,7 +5,7 @@ from __future__ import annotations
 from dflash_jax.options.engine_args import EngineArgs
 from dflash_jax.options.flags import ABSENT_IN_COMMANDS, MODELS
 from dflash_jax.options.kinds import Choice
-from dflash_jax.options.option import default_of, flag_names, options_of, shown_default
+from dflash_jax.options.option import default_of, flag_names, options_of, words_without
 from dflash_jax.options.serve_args import ServeArgs
 
 
@@ -19,6 +19,6 @@ def options_table() -> str:
 def _row(owner: type, name: str) -> str:
     """The row of one option."""
     about = options_of(owner)[name]
-    default = about.unset or shown_default(default_of(owner, name))
+    default = words_without(about, default_of(owner, name))
     choices = f": `{'`, `'.join(about.kind.names)}`" if isinstance(about.kind, Choice) else ""
     return f"| `{flag_names(name, about)[0]}` | {default} | {about.help}{choices} |"

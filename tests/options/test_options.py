@@ -48,6 +48,7 @@ def test_allowed_values(values):
         ({"dtype": "int4"}, "dtype='int4' is unknown; choose one of auto, fp8."),
         ({"dtype": []}, "dtype=[] is unknown; choose one of auto, fp8."),
         ({"is_on": 1}, "is_on=1 must be True or False."),
+        ({"names": "ab"}, "names='ab' must be a tuple."),
         ({"names": ("a", " ")}, "names=' ' must be text that is not empty."),
     ],
 )
