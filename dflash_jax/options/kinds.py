@@ -42,6 +42,7 @@ class Number:
         high: the highest value; None bounds nothing.
         is_whole: whether it is an integer. A strict flag then reads suffixes: 32k is 32,000 and 1M is 1,048,576.
         is_open: whether `low` itself is not allowed.
+        or_infinite: whether infinity is allowed.
         or_none: whether None is allowed; a strict flag reads "none".
     """
 
@@ -49,6 +50,7 @@ class Number:
     high: int | None = None
     is_whole: bool = True
     is_open: bool = False
+    or_infinite: bool = False
     or_none: bool = False
 
     def problem(self, value: Any) -> str | None:
@@ -81,8 +83,8 @@ class Number:
         raise argparse.ArgumentTypeError(f"{text!r} must be {self}" + (" or none" if self.or_none else ""))
 
     def _is_inside(self, value: Any) -> bool:
-        """Whether a number is within the limits; NaN and infinity never are."""
-        if not -math.inf < value < math.inf:
+        """Whether a number is within the limits; NaN never is."""
+        if math.isnan(value) or (math.isinf(value) and not self.or_infinite):
             return False
         is_enough = self.low is None or (value > self.low if self.is_open else value >= self.low)
         return is_enough and (self.high is None or value <= self.high)
