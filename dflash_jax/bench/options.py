@@ -15,7 +15,8 @@ MOST_RANDOM = 1000  # random prompts by default, as in vLLM
 FEW_RANDOM = 32  # the default of an engine on CPUs, which takes half a second for a prompt of 1,024 tokens
 SIZE, SIZE_OR_NONE, COUNT = Number(1), Number(1, or_none=True), Number(0)
 ABOVE_ZERO = Number(0, is_whole=False, is_open=True, or_infinite=True)
-ANY_WHOLE, ANY_NUMBER = Number(or_none=True), Number(is_whole=False)  # bounds depend on other options, or on a server
+# Their bounds depend on other options or on a server, and are checked where those are known.
+ANY_WHOLE, ANY_NUMBER = Number(or_none=True), Number(is_whole=False)
 TEXT, PATH, ON = Read(str, or_none=True), Read(Path, or_none=True), Switch("store_true")
 
 
@@ -110,7 +111,7 @@ class ReportOptions:
         None, PATH, "write the result as JSON", unit="FILE", names=("--output", "--result-filename")
     )
     save_result: bool = option(False, ON, "write the result to a file named after command and time")
-    save_detailed: bool = option(False, ON, "write it so, with a record of every request in it")
+    save_detailed: bool = option(False, ON, "write that file, with a record of every request in it")
 
 
 @documented
@@ -136,9 +137,15 @@ class RoundOptions:
     plain: bool = option(False, ON, "decode without a drafter")
     num_accepted_tokens: int = option(5, ANY_WHOLE, "drafts kept in each round", unit="DRAFTS")
     batch_size: tuple[int, ...] = option(
-        (1,), SIZE, "requests that decode together; none only prefills; several", unit="REQUESTS", nargs="*"
+        (1,),
+        SIZE,
+        "requests that decode together, one or several numbers; none only prefills",
+        unit="REQUESTS",
+        nargs="*",
     )
-    context: tuple[int, ...] = option((1024,), SIZE, "tokens of each prompt; several", unit="TOKENS", nargs="+")
+    context: tuple[int, ...] = option(
+        (1024,), SIZE, "tokens of each prompt, one or several numbers", unit="TOKENS", nargs="+"
+    )
     output_len: int = option(256, ANY_WHOLE, "tokens that each request decodes", unit="TOKENS")
     warmup_rounds: int = option(3, SIZE, "rounds of these that are not timed; the first one compiles", unit="ROUNDS")
     prefill: bool = option(False, ON, "time the prefill of one prompt of each context, too")

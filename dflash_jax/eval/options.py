@@ -42,7 +42,7 @@ class EvalOptions:
     dataset: tuple[str, ...] = field(
         metadata=described(
             Text(),
-            "humaneval, mt-bench, python (build/corpus), a folder or .tar.gz of .py files, or a JSONL file; several",
+            "one or several of humaneval, mt-bench, python (build/corpus), folders and .tar.gz of .py files, JSONL",
             unit="NAME",
             nargs="+",
         )
@@ -57,12 +57,12 @@ class EvalOptions:
     )
     max_tokens: int = option(256, SIZE, "most tokens of an answer", unit="TOKENS")
     temperature: tuple[float, ...] = option(
-        (0.0,), Number(is_whole=False), "temperatures to sample at; 0 is greedy; several", unit="T", nargs="+"
+        (0.0,), Number(is_whole=False), "temperatures to sample at, one or several; 0 is greedy", unit="T", nargs="+"
     )
     num_speculative_tokens: tuple[int | str, ...] = option(
         (AUTO,),
         Read(block_length),
-        "drafts verified in each round, or auto: as many as pay; several",
+        "drafts verified in each round, or auto (as many as pay), one or several",
         unit="DRAFTS",
         nargs="+",
     )
