@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from inspect import cleandoc
+from textwrap import fill
 from typing import Any, TypeVar
 
 from dflash_jax.base.errors import ConfigError
@@ -167,6 +168,9 @@ def words_without(about: Option, default: Any) -> str:
 
 def documented(owner: Class) -> Class:
     """Write the help of each option of a dataclass into its docstring; a decorator."""
-    lines = [f"    {name}: {about.help}." for name, about in options_of(owner).items()]
-    owner.__doc__ = "\n".join([cleandoc(owner.__doc__ or ""), "", "Attributes:", *lines])
+    entries = [
+        fill(f"{name}: {about.help}.", 120, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        for name, about in options_of(owner).items()
+    ]
+    owner.__doc__ = "\n".join([cleandoc(owner.__doc__ or ""), "", "Attributes:", *entries])
     return owner

@@ -67,8 +67,10 @@ def test_flags_are_named_in_refusals_of_commands():
 
 def test_documentation_has_every_option():
     for owner in (Sample, *PARTS):
+        words = " ".join(owner.__doc__.split())
+        assert max(map(len, owner.__doc__.splitlines())) <= 120
         for name, about in options_of(owner).items():
-            assert f"{name}: {about.help}." in owner.__doc__
+            assert f" {name}: {about.help}." in words
 
 
 @pytest.mark.parametrize(

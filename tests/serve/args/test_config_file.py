@@ -1,4 +1,4 @@
-"""The YAML file of `--config` says what flags say, and is refused as they are."""
+"""The YAML file of `--config` sets what flags set, and is refused where they are."""
 
 import pytest
 
