@@ -15,6 +15,7 @@ from dflash_jax.base.acceptance import Acceptance, of_engine
 from dflash_jax.base.errors import DFlashError
 from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams
 from dflash_jax.bench import report, workload
+from dflash_jax.bench.options import FEW_RANDOM, MOST_RANDOM
 from dflash_jax.bench.stats import RequestRecord
 from dflash_jax.llm import LLM
 from dflash_jax.loading import find_models, load_llm
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """
     path = report.output_path(args)
     with phase("making the workload"):
-        number = workload.FEW_RANDOM if runs_on_cpus() else workload.MOST_RANDOM
+        number = FEW_RANDOM if runs_on_cpus() else MOST_RANDOM
         load = workload.load(args, as_text=False, num_random=number)
     llm = load_llm(args, find_models(args), seed=args.seed)
     if args.compile_at_start is None:

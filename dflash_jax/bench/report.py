@@ -17,7 +17,9 @@ from rich.table import Table
 
 from dflash_jax.base.acceptance import Acceptance, histogram_lines
 from dflash_jax.base.errors import ConfigError
+from dflash_jax.bench.options import ReportOptions
 from dflash_jax.bench.stats import PERCENTILES, RequestRecord, summarize
+from dflash_jax.options.flags import add_options
 from dflash_jax.progress import phase
 
 REDACTED = "***"
@@ -31,11 +33,8 @@ LATENCIES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the report."""
-    group = parser.add_argument_group("result")
-    group.add_argument("--output", "--result-filename", type=Path, metavar="FILE", help="write the result as JSON")
-    group.add_argument("--save-result", action="store_true", help="the same, to a file named after command and time")
-    group.add_argument("--save-detailed", action="store_true", help="with a record of every request in it")
+    """The options of the report."""
+    add_options(parser.add_argument_group("result"), ReportOptions)
 
 
 def output_path(args: argparse.Namespace) -> Path | None:

@@ -26,13 +26,14 @@ from rich.console import Console
 from dflash_jax.base.env import claim_device_memory
 from dflash_jax.base.errors import ConfigError, DFlashError
 from dflash_jax.bench import round_report, round_trace
+from dflash_jax.bench.options import RoundOptions
 from dflash_jax.bench.round_engine import RoundEngine, decode, finish, random_sequences, step, time_prefill
 from dflash_jax.bench.round_models import PRESETS, configs_of, random_params
 from dflash_jax.engine.device.memory import explain_out_of_memory
 from dflash_jax.engine.device.model import Model, quantized
 from dflash_jax.options import EngineArgs, EngineConfig
-from dflash_jax.options.flags import add_option
-from dflash_jax.options.option import default_of
+from dflash_jax.options.flags import add_option, options_from
+from dflash_jax.options.option import default_of, options_of
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.parallel.platform import enable_compilation_cache
 from dflash_jax.progress import Phase, phase
@@ -41,6 +42,20 @@ from pallas_kernels.lib.timing import copy_bandwidth, environment
 
 HELP = "measure draft-verify rounds of the engine alone, with random weights of a model's exact shapes"
 PREFILL_REPEATS = 3
+FLAGS = {  # by title of their group in `--help`
+    "models": (
+        *("model", "draft_model", "draft_sliding_window", "plain", "num_speculative_tokens", "num_accepted_tokens"),
+        "dtype",
+    ),
+    "cells": (
+        *("batch_size", "context", "output_len", "warmup_rounds", "kv_cache_dtype", "draft_kv_cache_dtype"),
+        *("draft_quantization", "tensor_parallel_size", "prefill"),
+    ),
+    "engine": (
+        *("max_model_len", "max_num_batched_tokens", "page_size", "gpu_memory_utilization", "kv_cache_memory_bytes"),
+    ),
+    "result": ("no_trace", "trace_rounds", "trace_dir", "baseline", "output"),
+}
 
 
 @dataclass(frozen=True)
@@ -58,36 +73,21 @@ class Cell:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command: the models', the cells', the engine's and the report's."""
-    group = parser.add_argument_group("models")
-    add = group.add_argument
-    add("--model", default="qwen3-8b", help=f"{', '.join(PRESETS)}, or a folder with a config.json")
-    add("--draft-model", help="folder with the config.json of a drafter; without it, one as z-lab publishes them")
-    add("--draft-sliding-window", type=int, help="tokens that all layers of that drafter but the last see")
-    add("--plain", action="store_true", help="decode without a drafter")
-    add_option(group, EngineArgs, "num_speculative_tokens", help="drafts verified each round (default: whole block)")
-    add("--num-accepted-tokens", type=int, default=5, help="drafts kept each round")
-    add_option(group, EngineArgs, "dtype")
-    group = parser.add_argument_group("cells")
-    add = group.add_argument
-    add("--batch-size", type=int, nargs="*", default=[1], help="requests that decode together; none to only prefill")
-    add("--context", type=int, nargs="+", default=[1024], help="tokens of each prompt")
-    add("--output-len", type=int, default=256, help="tokens that each request decodes")
-    add("--warmup-rounds", type=int, default=3, help="of these, rounds that are not timed; the first compiles")
-    for name in ("kv_cache_dtype", "tensor_parallel_size"):
-        add_option(group, EngineArgs, name, nargs="+", default=[default_of(EngineArgs, name)])
-    for name in ("draft_kv_cache_dtype", "draft_quantization"):
-        add_option(group, EngineArgs, name)
-    add("--prefill", action="store_true", help="also time the prefill of one prompt of each context")
-    group = parser.add_argument_group("engine")
-    add_option(group, EngineArgs, "max_model_len", help="tokens of the longest request (default: what the cells need)")
-    for name in ("max_num_batched_tokens", "page_size", "gpu_memory_utilization", "kv_cache_memory_bytes"):
-        add_option(group, EngineArgs, name)
-    add = parser.add_argument_group("result").add_argument
-    add("--no-trace", action="store_true", help="do not take rounds apart with a profiler")
-    add("--trace-rounds", type=int, default=8, help="rounds that are profiled, behind those that are timed")
-    add("--trace-dir", type=Path, help="keep the traces in this folder")
-    add("--baseline", type=Path, metavar="FILE", help="another engine's figures, to stand beside these")
-    add("--output", type=Path, metavar="FILE", help="write the result as JSON")
+    several = {
+        name: {"nargs": "+", "default": [default_of(EngineArgs, name)]}
+        for name in ("kv_cache_dtype", "tensor_parallel_size")
+    }
+    changes: dict[str, dict[str, Any]] = {
+        "model": {"help": f"{', '.join(PRESETS)}, or a folder with a config.json (default: qwen3-8b)"},
+        "num_speculative_tokens": {"help": "drafts verified in each round (default: the whole block)"},
+        "max_model_len": {"help": "tokens of the longest request (default: what the cells need)"},
+        **several,
+    }
+    for title, names in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            owner = RoundOptions if name in options_of(RoundOptions) else EngineArgs
+            add_option(group, owner, name, **changes.get(name, {}))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -123,11 +123,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, draft: DraftConfig) -> None:
-    """Refuse impossible options that the engine would accept.
-
-    Raises:
-        ConfigError: an option is out of range.
-    """
+    """Raise ConfigError for what the engine would not refuse."""
+    options_from(args, RoundOptions)  # checks them
     drafts = draft.block_size - 1 if args.num_speculative_tokens is None else args.num_speculative_tokens
     if not args.plain and not 0 <= args.num_accepted_tokens <= drafts:
         raise ConfigError(
@@ -135,8 +132,6 @@ def _check(args: argparse.Namespace, draft: DraftConfig) -> None:
         )
     if args.plain and args.num_speculative_tokens is not None:
         raise ConfigError(f"--num-speculative-tokens {args.num_speculative_tokens} drafts nothing with --plain.")
-    if min([*args.batch_size, *args.context, args.trace_rounds]) < 1 or args.warmup_rounds < 1:
-        raise ConfigError("--batch-size, --context, --trace-rounds and --warmup-rounds must be at least 1.")
     if _rounds(args) <= args.warmup_rounds:
         raise ConfigError(
             f"--output-len {args.output_len} takes {_rounds(args)} rounds, and --warmup-rounds {args.warmup_rounds} "

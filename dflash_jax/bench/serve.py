@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
-import math
 import resource
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -33,7 +31,9 @@ from dflash_jax.bench import report, workload
 from dflash_jax.bench.acceptance import of_prometheus, of_requests
 from dflash_jax.bench.client import CHAT, COMPLETIONS, complete, quote, request_body
 from dflash_jax.bench.http import HttpClient, RequestFailedError
+from dflash_jax.bench.options import LoadOptions, ServerOptions
 from dflash_jax.bench.stats import RequestRecord, spread
+from dflash_jax.options.flags import add_options, options_from
 from dflash_jax.progress import phase
 from dflash_jax.text.request_files import SampleRequest
 
@@ -45,33 +45,12 @@ Send = Callable[[int], Coroutine[Any, Any, None]]  # sends the request with this
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command; names are vLLM's where it has them."""
-    server = parser.add_argument_group("server")
-    server.add_argument("--base-url", default="http://127.0.0.1:8000", help="http or https, host and port")
-    server.add_argument("--endpoint", default="completions", help="chat, completions, or a path that ends with these")
-    server.add_argument("--model", help="without it, the first of /v1/models")
-    server.add_argument("--api-key", help="sent as a bearer token; kept out of the result")
-    server.add_argument("--extra-body", type=_json_object, metavar="JSON", help="more fields of every request")
-    server.add_argument("--request-timeout", type=float, default=600.0, help="seconds until a request has failed")
-    load = parser.add_argument_group("load")
-    kind = load.add_mutually_exclusive_group()
-    kind.add_argument("--max-concurrency", type=int, help="closed loop: as many requests at a time, all the time")
-    kind.add_argument(
-        "--request-rate", type=float, default=math.inf, help="open loop: Poisson arrivals a second; inf: all at once"
-    )
+    """The options of the command. Names are vLLM's where it has them."""
+    add_options(parser.add_argument_group("server"), ServerOptions)
+    add_options(parser.add_argument_group("load").add_mutually_exclusive_group(), LoadOptions)
     workload.add_arguments(parser)
     parser.add_argument("--random-text", action="store_true", help="random words, not token ids; chats always are")
     report.add_arguments(parser)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,10 +101,8 @@ def _check(args: argparse.Namespace) -> str:
     Raises:
         ConfigError: an option is out of range.
     """
-    if args.max_concurrency is not None and args.max_concurrency < 1:
-        raise ConfigError(f"--max-concurrency={args.max_concurrency} must be at least 1.")
-    if not args.request_timeout > 0:
-        raise ConfigError(f"--request-timeout={args.request_timeout} must be above 0 seconds.")
+    options_from(args, ServerOptions)  # checks them
+    options_from(args, LoadOptions)
     if (args.extra_body or {}).get("n", 1) != 1:
         raise ConfigError("--extra-body with n above 1 cannot be measured: the completions' times are not told apart.")
     path: str = {"chat": CHAT, "completions": COMPLETIONS}.get(args.endpoint, args.endpoint)

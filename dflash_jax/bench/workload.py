@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from dflash_jax.base.errors import ConfigError
+from dflash_jax.bench.options import MOST_RANDOM, WorkloadOptions
+from dflash_jax.options.flags import add_options, options_from
 from dflash_jax.text.request_files import SampleRequest, read_jsonl
 
-MOST_RANDOM = 1000  # default number of random prompts, as in vLLM
-FEW_RANDOM = 32  # default number in process on CPUs, where a prompt of 1,024 tokens takes half a second
-# Short, common words: most vocabularies have each of them as one token.
+# Short and common, so that most vocabularies have each of them as one token.
 COMMON_WORDS = (
     "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they which "
     "one you were all her she there would their we him been has when who will no more if out so up said what its about "
@@ -95,27 +94,8 @@ def arrival_times(num: int, request_rate: float, seed: int) -> list[float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the workload."""
-    group = parser.add_argument_group("workload")
-    group.add_argument("--dataset-name", default="random", choices=["random", "jsonl"], help="where prompts come from")
-    group.add_argument("--dataset-path", type=Path, help="JSONL of prompt or messages, and perhaps output_tokens")
-    by_default = f"{MOST_RANDOM} random ones ({FEW_RANDOM} offline on CPUs) or one a line of the file"
-    group.add_argument("--num-prompts", type=int, help=f"requests; without it, {by_default}")
-    group.add_argument("--random-input-len", type=int, default=1024, help="tokens (or words, in text) of a prompt")
-    group.add_argument("--random-output-len", type=int, default=128, help="most tokens of an answer")
-    group.add_argument(
-        "--random-range-ratio", type=float, default=0.0, help="lengths vary by up to this share, in [0, 1)"
-    )
-    group.add_argument("--random-vocab-size", type=int, default=256, help="random token ids are below this")
-    group.add_argument(
-        "--custom-output-len", type=int, default=256, help="most tokens of an answer to a line without output_tokens"
-    )
-    group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    group.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals")
-    group.add_argument(
-        "--num-warmups", type=int, default=1, help="requests before the clock starts; of a file, its first ones"
-    )
+    """The options of the workload."""
+    add_options(parser.add_argument_group("workload"), WorkloadOptions)
 
 
 @dataclass(frozen=True)
@@ -138,11 +118,7 @@ def load(args: argparse.Namespace, *, as_text: bool, num_random: int = MOST_RAND
     Raises:
         ConfigError: an option is out of range, or the file is not one of requests.
     """
-    for name, value, minimum in (("prompts", args.num_prompts, 1), ("warmups", args.num_warmups, 0)):
-        if value is not None and value < minimum:
-            raise ConfigError(f"--num-{name}={value} must be at least {minimum}.")
-    if args.seed < 0:
-        raise ConfigError(f"--seed={args.seed} must be at least 0.")
+    options_from(args, WorkloadOptions)  # checks them
     if args.dataset_name == "jsonl":
         return _load_jsonl(args)
     if args.dataset_path is not None:

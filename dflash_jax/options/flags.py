@@ -9,19 +9,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 from dataclasses import MISSING
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_jax.options.engine_args import EngineArgs
-from dflash_jax.options.option import default_of, flag_names, options_of, shown_default
+from dflash_jax.options.option import default_of, flag_names, options_of, shown_default, words_without
 from dflash_jax.options.serve_args import ServeArgs
 
+Options = TypeVar("Options")
 MODELS = ("model", "draft_model")
 # A command that loads an engine itself never queues requests, and a seed of its own decides all that is random in it.
 ABSENT_IN_COMMANDS = ("max_num_queued_seqs", "seed")
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the default of each flag whose help does not say what happens without it."""
+    """Adds its default to the help of each flag that has one and does not name it already."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         is_nothing = action.default in (None, []) or action.default is False
@@ -46,31 +47,38 @@ def add_options(group: Any, owner: type, *, without: Collection[str] = (), **def
 def add_preset_options(parser: argparse.ArgumentParser, owner: type) -> None:
     """Add a flag for each option of a dataclass to a command that a preset may give them, too.
 
-    The parser returns only the flags that were given. None is required, and names are not checked: the dataclass checks
-    what flags and preset say together.
+    The parser returns only the flags that were given; none is required. Choices are left to the dataclass, which checks
+    flags and preset together.
     """
     for name, about in options_of(owner).items():
         default = default_of(owner, name)
-        words = "" if default is MISSING else f" (default: {about.unset or shown_default(default)})"
+        words = "" if default is MISSING else f" (default: {words_without(about, default)})"
         changes = {"required": False, "default": argparse.SUPPRESS, "choices": None, "help": about.help + words}
         add_option(parser, owner, name, **changes)
 
 
 def add_option(group: Any, owner: type, name: str, **changes: Any) -> None:
-    """Add the flag of one option; `changes` are arguments of `add_argument` in place of what the option says."""
+    """Add the flag of one option; `changes` are arguments of `add_argument` that replace what the option says."""
     about, default = options_of(owner)[name], default_of(owner, name)
-    arguments = {"dest": name, "help": about.help} | about.kind.plain_flag()
+    arguments = about.kind.plain_flag()
     if "action" not in arguments:
         arguments |= {"metavar": about.unit, "nargs": about.nargs}
     if default is MISSING:
-        arguments |= {"required": True} | changes
+        arguments |= {"required": True, "help": about.help}
     else:
-        arguments |= {"default": list(default) if isinstance(default, tuple) else default} | changes
-        is_usual = "default" not in changes or changes["default"] == default
-        words = about.unset if is_usual and about.unset else shown_default(arguments["default"])
-        arguments["help"] += "" if "help" in changes else f" (default: {words})"
+        is_changed = changes.get("default", default) != default
+        words = shown_default(changes["default"]) if is_changed else words_without(about, default)
+        help = f"{about.help} (default: {words})"
+        arguments |= {"default": list(default) if isinstance(default, tuple) else default, "help": help}
+    arguments |= {"dest": name} | changes
     arguments["help"] = arguments["help"].replace("%", "%%")
     group.add_argument(*flag_names(name, about), **arguments)
+
+
+def options_from(args: argparse.Namespace, owner: type[Options]) -> Options:
+    """The dataclass of options that a command line fills; lists become tuples."""
+    values = {name: getattr(args, name) for name in options_of(owner)}
+    return owner(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] = (), **defaults: Any) -> None:

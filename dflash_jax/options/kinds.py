@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from dflash_jax.base.values import is_int
 
+# What the suffixes of integers multiply by: small letters are powers of 1000, capitals powers of 1024.
 MULTIPLES = {s: 1000**i for i, s in enumerate("kmgt", 1)} | {s: 1024**i for i, s in enumerate("KMGT", 1)}
 
 
@@ -42,6 +43,7 @@ class Number:
         high: the highest value; None bounds nothing.
         is_whole: whether it is an integer. A strict flag then reads suffixes: 32k is 32,000 and 1M is 1,048,576.
         is_open: whether `low` itself is not allowed.
+        or_infinite: whether infinity is allowed.
         or_none: whether None is allowed; a strict flag reads "none".
     """
 
@@ -49,6 +51,7 @@ class Number:
     high: int | None = None
     is_whole: bool = True
     is_open: bool = False
+    or_infinite: bool = False
     or_none: bool = False
 
     def problem(self, value: Any) -> str | None:
@@ -81,13 +84,14 @@ class Number:
         raise argparse.ArgumentTypeError(f"{text!r} must be {self}" + (" or none" if self.or_none else ""))
 
     def _is_inside(self, value: Any) -> bool:
-        """Whether a number is within the limits; NaN and infinity never are."""
-        if not -math.inf < value < math.inf:
+        """Whether a number is within the limits; NaN never is. Integers too large for a float are compared exactly."""
+        if not (-math.inf < value < math.inf or (self.or_infinite and value == math.inf)):
             return False
         is_enough = self.low is None or (value > self.low if self.is_open else value >= self.low)
         return is_enough and (self.high is None or value <= self.high)
 
     def _bounds(self) -> str:
+        """The limits in words, such as "at least 1"."""
         low = None if self.low is None else f"{'above' if self.is_open else 'at least'} {self.low}"
         high = None if self.high is None else f"at most {self.high}"
         return " and ".join(filter(None, [low, high])) or "finite"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from inspect import cleandoc
+from textwrap import fill
 from typing import Any, TypeVar
 
 from dflash_jax.base.errors import ConfigError
@@ -25,7 +27,7 @@ class Flag:
         names: the flag and its aliases; a name without dashes is a positional argument.
         help: what the flag does.
         unset: what happens without the flag.
-        arguments: of `add_argument`.
+        arguments: arguments of `add_argument`.
     """
 
     names: tuple[str, ...]
@@ -47,10 +49,10 @@ class Option:
         server_names: names of the server's flag, vLLM's first; () takes `--` and the field's name.
         server_group: title of the server's flags among which it stands in `--help`; "" keeps it out of the server.
         server_flags: further flags of the server that set the field.
-        server_arguments: of `add_argument`, in addition to what the kind says, for the server's flag.
+        server_arguments: arguments of `add_argument` for the server's flag, in addition to those of the kind.
         must_agree: whether the server refuses two different values, where several flags mean the same.
         speculative_key: its key in the server's `--speculative-config`.
-        nargs: of a list's flag, argparse's: "+" or "*".
+        nargs: argparse's "+" or "*" makes the option a list, which its field holds as a tuple.
     """
 
     kind: Kind
@@ -68,7 +70,7 @@ class Option:
 
 
 def described(kind: Kind, help: str, **about: Any) -> dict[str, Any]:
-    """Metadata that make a field of a dataclass an option; `about` are further attributes of `Option`."""
+    """Metadata for a dataclass's field without a plain default; `about` are further attributes of `Option`."""
     return {"option": Option(kind, help, **about)}
 
 
@@ -76,11 +78,11 @@ def option(default: Any, kind: Kind, help: str, *, repr: bool = True, compare: b
     """A field with a default that is an option.
 
     Args:
-        default: the field's.
-        kind: of its values.
-        help: what it does, units included.
-        repr: whether the value is in the dataclass's repr.
-        compare: whether instances with different values are different.
+        default: the field's default.
+        kind: what values are allowed.
+        help: what the option does, units included.
+        repr: whether the dataclass's repr shows the value.
+        compare: whether instances with different values are unequal.
         about: further attributes of `Option`.
     """
     return field(default=default, repr=repr, compare=compare, metadata=described(kind, help, **about))
@@ -119,17 +121,20 @@ def check_options(options: Any, *, as_flags: bool = False) -> None:
     """
     for name, about in options_of(type(options)).items():
         value = getattr(options, name)
-        items = value if about.nargs and value is not None else [value]
-        for item in items:
-            problem = None if item is None and about.kind.or_none else about.kind.problem(item)
+        called = flag_names(name, about)[0] if as_flags else name
+        none = " or None" if about.kind.or_none and not as_flags else ""
+        if value is None and about.kind.or_none:
+            continue
+        if about.nargs and not isinstance(value, tuple):
+            raise ConfigError(f"{called}={value!r} must be a tuple{none}.")
+        for item in value if about.nargs else (value,):
+            problem = about.kind.problem(item)
             if problem is not None:
-                called = flag_names(name, about)[0] if as_flags else name
-                none = " or None" if about.kind.or_none and not as_flags else ""
                 raise ConfigError(f"{called}={item!r} {problem}{none}.")
 
 
 def unknown_option(name: str, known: Iterable[str]) -> ConfigError:
-    """The refusal of a name that no option has; names near it are suggested, or else all are listed."""
+    """The refusal of a name that no option has. It suggests a name that is near, or else lists all names."""
     names = sorted(known)
     hint = near_name(name, names)
     advice = f"did you mean {hint!r}?" if hint else f"there are {', '.join(names)}."
@@ -144,7 +149,7 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def shown_default(default: Any) -> str:
-    """A default as `--help` and the README show it."""
+    """A default as `--help` and the README show it, such as "on" for True."""
     if default is None or default is MISSING:
         return "none"
     if isinstance(default, bool):
@@ -156,8 +161,16 @@ def shown_default(default: Any) -> str:
     return str(default) if default or default == 0 else "none"
 
 
+def words_without(about: Option, default: Any) -> str:
+    """What happens without an option, as `--help` and the README say it."""
+    return about.unset or shown_default(default)
+
+
 def documented(owner: Class) -> Class:
-    """Write the options of a dataclass into its docstring, as a decorator."""
-    lines = [f"    {name}: {about.help}." for name, about in options_of(owner).items()]
-    owner.__doc__ = "\n".join([(owner.__doc__ or "").rstrip(), "", "Attributes:", *lines])
+    """Write the help of each option of a dataclass into its docstring; a decorator."""
+    entries = [
+        fill(f"{name}: {about.help}.", 120, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        for name, about in options_of(owner).items()
+    ]
+    owner.__doc__ = "\n".join([cleandoc(owner.__doc__ or ""), "", "Attributes:", *entries])
     return owner

@@ -122,7 +122,7 @@ def _arguments(parser: Parser, name: str, value: Any) -> list[str]:
             raise ConfigError(f"{name}={value!r} must be true or false.")
         opposite = [f"--no-{name}"] if f"--no-{name}" in parser.flags else []
         return [f"--{name}"] if value else opposite
-    is_list = isinstance(value, list) and isinstance(parser.defaults[action.dest], tuple)
+    is_list = isinstance(value, list) and isinstance(parser.defaults.get(action.dest), tuple)
     texts = []
     for item in value if is_list else [value]:
         if isinstance(item, Mapping) and action.type is json_object:

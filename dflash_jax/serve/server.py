@@ -18,6 +18,7 @@ import uvicorn
 from dflash_jax.base.errors import ConfigError, DFlashError
 from dflash_jax.base.values import SamplingParams
 from dflash_jax.options.engine_args import EngineArgs
+from dflash_jax.options.option import flag_of
 from dflash_jax.options.serve_args import ServeArgs
 from dflash_jax.options.serve_command import parse_args
 from dflash_jax.serve.answers.metrics import Metrics
@@ -112,8 +113,7 @@ def check_drafter(args: ServeArgs) -> None:
     defaults = {**vars(ServeArgs()), **vars(EngineArgs())}
     for name in ("spec_method", "num_speculative_tokens", "draft_kv_cache_dtype", "draft_quantization"):
         if values[name] != defaults[name]:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} needs a drafter; give --draft-model, or leave it out.")
+            raise ConfigError(f"{flag_of(name)} needs a drafter; give --draft-model, or leave it out.")
 
 
 def allow_open_files() -> None:

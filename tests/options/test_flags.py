@@ -136,6 +136,17 @@ def test_flags_are_those_of_the_snapshot(command):
     assert lines_of(command) == pinned
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_every_flag(command):
+    parser = parser_of(command)
+    shown = parser.format_help()
+    for action in parser._actions:
+        assert action.help
+        assert all(name in shown for name in action.option_strings)
+        assert action.help.count("(default: ") <= 1
+        assert "None" not in action.help
+
+
 def test_the_snapshot_has_every_option_of_the_engine():
     text = SNAPSHOT.read_text()
     for field in fields(EngineArgs):

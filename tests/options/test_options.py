@@ -38,16 +38,19 @@ def test_allowed_values(values):
     ("values", "sentence"),
     [
         ({"size": 0}, "size=0 must be at least 1 and at most 8."),
+        ({"size": 10**400}, f"size={10**400} must be at least 1 and at most 8."),
         ({"size": 9}, "size=9 must be at least 1 and at most 8."),
         ({"size": 2.0}, "size=2.0 must be an integer of at least 1 and at most 8."),
         ({"size": True}, "size=True must be an integer of at least 1 and at most 8."),
         ({"size": None}, "size=None must be an integer of at least 1 and at most 8."),
         ({"share": 0}, "share=0 must be above 0 and at most 1 or None."),
         ({"share": float("nan")}, "share=nan must be above 0 and at most 1 or None."),
+        ({"share": float("inf")}, "share=inf must be above 0 and at most 1 or None."),
         ({"share": "1"}, "share='1' must be a number above 0 and at most 1 or None."),
         ({"dtype": "int4"}, "dtype='int4' is unknown; choose one of auto, fp8."),
         ({"dtype": []}, "dtype=[] is unknown; choose one of auto, fp8."),
         ({"is_on": 1}, "is_on=1 must be True or False."),
+        ({"names": "ab"}, "names='ab' must be a tuple."),
         ({"names": ("a", " ")}, "names=' ' must be text that is not empty."),
     ],
 )
@@ -64,8 +67,10 @@ def test_flags_are_named_in_refusals_of_commands():
 
 def test_documentation_has_every_option():
     for owner in (Sample, *PARTS):
+        words = " ".join(owner.__doc__.split())
+        assert max(map(len, owner.__doc__.splitlines())) <= 120
         for name, about in options_of(owner).items():
-            assert f"{name}: {about.help}." in owner.__doc__
+            assert f" {name}: {about.help}." in words
 
 
 @pytest.mark.parametrize(

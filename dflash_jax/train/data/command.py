@@ -1,25 +1,32 @@
-"""Flags of `python -m dflash_jax.train.data`, and the command."""
+"""The command line of `python -m dflash_jax.train.data`."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from dflash_jax.base.errors import DFlashError
 from dflash_jax.loading import find_models, load_llm
-from dflash_jax.options.flags import HelpFormatter, add_engine_arguments
+from dflash_jax.options.flags import HelpFormatter, add_engine_arguments, add_options, options_from
+from dflash_jax.options.option import options_of
 from dflash_jax.progress import phase
 from dflash_jax.train.data.folder import DataFolder
 from dflash_jax.train.data.options import DataOptions
 from dflash_jax.train.data.run import fingerprint, make_data
 
 NUMERIC = ("dtype", "kv_cache_dtype", "max_model_len")  # options of the engine that responses depend on
-MOST_SEQUENCES = 128  # default of --max-num-seqs: only throughput counts here, not the time to the first token
+MOST_SEQUENCES = 128  # default of max_num_seqs: nobody waits for a first token here
+PROMPTS = (
+    "prompts",
+    "max_prompts",
+    "self_prompts",
+    "systems",
+    "prompt_top_p",
+    "prompt_max_tokens",
+    "chat_template_kwargs",
+)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -29,71 +36,23 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         description="Have a target answer prompts, as training data for its drafter. The same command resumes.",
         formatter_class=HelpFormatter,
     )
-    # No prefix cache: pages of earlier prompts would make a resumed run differ from one that never stopped.
+    # No prefix cache: pages of past prompts would make a run that is resumed differ from one that never stopped.
     add_engine_arguments(parser, without=("enable_prefix_caching",), max_num_seqs=MOST_SEQUENCES, compile_at_start=None)
-    _add_prompts(parser.add_argument_group("prompts"))
-    _add_answers(parser.add_argument_group("responses"))
+    answers = [name for name in options_of(DataOptions) if name not in PROMPTS]
+    add_options(parser.add_argument_group("prompts"), DataOptions, without=answers)
+    group = parser.add_argument_group("responses")
+    group.add_argument("--out", type=Path, required=True, help="folder to make, or to go on with")
+    add_options(group, DataOptions, without=PROMPTS)
     return parser.parse_args(arguments)
 
 
-def _add_prompts(group: Any) -> None:
-    default, add = DataOptions(self_prompts=1), group.add_argument
-    add("--prompts", type=Path, nargs="+", default=[], metavar="FILE", help="JSONL of messages or prompts")
-    add("--max-prompts", type=int, help="most prompts to take from the files")
-    add("--self-prompts", type=int, default=0, metavar="N", help="have the model make this many prompts itself")
-    add("--system", dest="systems", nargs="+", default=[], metavar="TEXT", help="system messages for these, in turn")
-    add("--prompt-top-p", type=float, default=default.prompt_top_p, help="probability mass to make these from")
-    add("--prompt-max-tokens", type=int, default=default.prompt_max_tokens, help="most tokens of one of these")
-    add("--chat-template-kwargs", type=_json_object, default={}, metavar="JSON", help="variables of the template")
-
-
-def _add_answers(group: Any) -> None:
-    default, add = DataOptions(self_prompts=1), group.add_argument
-    add("--out", type=Path, required=True, help="folder to make, or to go on with")
-    add(
-        "--temperature",
-        dest="temperatures",
-        type=float,
-        nargs="+",
-        default=list(default.temperatures),
-        help="each prompt is answered once at each",
-    )
-    add("--top-p", type=float, default=default.top_p, help="probability mass to keep")
-    add("--max-tokens", type=int, default=default.max_tokens, help="most tokens of a response")
-    add("--min-tokens", type=int, default=default.min_tokens, help="drop responses with fewer")
-    add("--max-repetition", type=float, help="drop responses with a larger share of repeated 8-grams")
-    add("--seed", type=int, default=default.seed, help="of everything that is sampled")
-    add("--shard-size", type=int, default=default.shard_size, help="responses asked for between two writes")
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object such as {{"enable_thinking": false}}')
-    return value
-
-
-def options_of(args: argparse.Namespace) -> DataOptions:
-    """The options of the data in a command line.
-
-    Raises:
-        DFlashError: an option is out of range.
-    """
-    options = {field.name: getattr(args, field.name) for field in fields(DataOptions)}
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
-    return DataOptions(**values)
-
-
 def run(args: argparse.Namespace) -> DataFolder:
-    """Make the data, or resume; returns the complete folder.
+    """Make the data, or the part that is missing; returns the finished folder.
 
     Raises:
         DFlashError: an option is wrong, the model cannot be loaded, or a prompt cannot be served.
     """
-    options = options_of(args)
+    options = options_from(args, DataOptions)
     folders = find_models(args)
     with phase(f"checking {args.out}"):
         numeric = {name: getattr(args, name) for name in NUMERIC}
@@ -123,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _print(counts: Mapping[str, int], wanted: int) -> None:
-    """Print what became of all prompts and responses."""
+    """Print how many prompts and responses were kept and dropped."""
     if counts["prompts"] < wanted:
         print(f"warning: the model made {counts['prompts']} of {wanted} prompts; see the counts", file=sys.stderr)
     print("\n".join(f"{name.replace('_', ' '):18} {value:>14,}" for name, value in counts.items()))

@@ -1,4 +1,4 @@
-"""Options of training data, checked."""
+"""The options of making training data."""
 
 from __future__ import annotations
 
@@ -11,66 +11,79 @@ from typing import Any
 
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.base.values import SamplingParams
+from dflash_jax.options.flag_values import json_object
+from dflash_jax.options.kinds import Number, Read
+from dflash_jax.options.option import check_options, described, documented, option
 from dflash_jax.train.data.files import read_bytes, sha256_of
 
+SIZE, SIZE_OR_NONE, COUNT = Number(1), Number(1, or_none=True), Number(0)
+SAMPLED, SAMPLED_SIZE = Number(is_whole=False), Number()  # `SamplingParams` has their bounds
 
+
+@documented
 @dataclass(frozen=True)
 class DataOptions:
-    """What data to make. The same options and the same model make the same data.
-
-    Attributes:
-        prompts: JSONL files of prompts; empty if the model makes them.
-        max_prompts: limit of prompts taken from the files; None takes all.
-        self_prompts: prompts that the model makes itself; 0 if there are files.
-        systems: system messages of these prompts, in turn; empty for none.
-        prompt_top_p: probability mass to sample these prompts from, at temperature 1.
-        prompt_max_tokens: limit of tokens of such a prompt.
-        chat_template_kwargs: further variables of the chat template.
-        temperatures: every prompt is answered once at each temperature.
-        top_p: probability mass to keep in answers.
-        max_tokens: limit of tokens of an answer.
-        min_tokens: shorter answers are dropped.
-        max_repetition: answers with a larger share of repeated 8-grams are dropped; None drops none.
-        seed: decides everything that is sampled.
-        shard_size: answers asked for between two writes.
+    """What data to make. Equal options and the same model make the same data.
 
     Raises:
-        ConfigError: a value is out of range, or two contradict each other.
-        RequestError: a value is no sampling parameter.
+        ConfigError: a value is out of bounds, or two do not go together.
+        RequestError: a value cannot be sampled with.
     """
 
-    prompts: tuple[Path, ...] = ()
-    max_prompts: int | None = None
-    self_prompts: int = 0
-    systems: tuple[str, ...] = ()
-    prompt_top_p: float = 1.0
-    prompt_max_tokens: int = 256
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    temperatures: tuple[float, ...] = (0.0,)
-    top_p: float = 1.0
-    max_tokens: int = 512
-    min_tokens: int = 1
-    max_repetition: float | None = None
-    seed: int = 0
-    shard_size: int = 4096
+    prompts: tuple[Path, ...] = option(
+        (), Read(Path), "JSONL files of messages or prompts; none if the model makes them", unit="FILE", nargs="+"
+    )
+    max_prompts: int | None = option(
+        None, SIZE_OR_NONE, "most prompts to take from the files", unit="PROMPTS", unset="none: all"
+    )
+    self_prompts: int = option(0, COUNT, "prompts that the model makes itself; 0 if there are files", unit="PROMPTS")
+    systems: tuple[str, ...] = option(
+        (),
+        Read(str),
+        "system messages of prompts that the model makes, in turn",
+        unit="TEXT",
+        names=("--system",),
+        nargs="+",
+    )
+    prompt_top_p: float = option(
+        1.0, SAMPLED, "probability mass from which the model samples prompts, at temperature 1", unit="P"
+    )
+    prompt_max_tokens: int = option(256, SAMPLED_SIZE, "most tokens of a prompt that the model makes", unit="TOKENS")
+    chat_template_kwargs: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata=described(Read(json_object), "further variables of the chat template", unit="JSON"),
+    )
+    temperatures: tuple[float, ...] = option(
+        (0.0,),
+        SAMPLED,
+        "temperatures; every prompt is answered once at each",
+        unit="T",
+        names=("--temperature",),
+        nargs="+",
+    )
+    top_p: float = option(1.0, SAMPLED, "probability mass from which responses are sampled", unit="P")
+    max_tokens: int = option(512, SAMPLED_SIZE, "most tokens of a response", unit="TOKENS")
+    min_tokens: int = option(1, SIZE, "responses with fewer tokens are dropped", unit="TOKENS")
+    max_repetition: float | None = option(
+        None,
+        Number(0, 1, is_whole=False, or_none=True),
+        "responses with a larger share of repeated 8-grams are dropped",
+        unit="SHARE",
+        unset="none: all are kept",
+    )
+    seed: int = option(0, Number(), "seed of everything that is sampled", unit="N")
+    shard_size: int = option(4096, SIZE, "responses asked for between two writes", unit="RESPONSES")
 
     def __post_init__(self) -> None:
+        check_options(self, as_flags=True)
         if bool(self.prompts) == (self.self_prompts > 0):
             raise ConfigError("give exactly one of --prompts FILE and --self-prompts N, N at least 1.")
-        for name, value, source in (
-            ("max-prompts", self.max_prompts is not None, self.prompts),
-            ("system", self.systems, self.self_prompts),
-        ):
-            if value and not source:
-                raise ConfigError(f"--{name} needs --{'prompts' if name == 'max-prompts' else 'self-prompts'}.")
-        for name in ("max_prompts", "min_tokens", "shard_size"):
-            smallest = getattr(self, name)
-            if smallest is not None and smallest < 1:
-                raise ConfigError(f"--{name.replace('_', '-')}={smallest} must be at least 1.")
+        if self.max_prompts is not None and not self.prompts:
+            raise ConfigError("--max-prompts needs --prompts.")
+        if self.systems and not self.self_prompts:
+            raise ConfigError("--system needs --self-prompts.")
         if self.min_tokens > self.max_tokens:
             raise ConfigError(f"--min-tokens={self.min_tokens} exceeds --max-tokens={self.max_tokens}; lower it.")
-        if self.max_repetition is not None and not 0 <= self.max_repetition <= 1:
-            raise ConfigError(f"--max-repetition={self.max_repetition} must be in [0, 1].")
         if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
             raise ConfigError(f"--temperature {list(self.temperatures)} must be different numbers, at least one.")
         names = [path.name for path in self.prompts]
@@ -81,7 +94,7 @@ class DataOptions:
         self.prompt_params(0)
 
     def answer_params(self, temperature: float, index: int) -> SamplingParams:
-        """Sampling parameters of answer number `index`."""
+        """How response number `index` is sampled."""
         return SamplingParams(
             detokenize=False,
             temperature=temperature,
@@ -101,21 +114,21 @@ class DataOptions:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """All options as JSON; files by name and sha256.
+        """All options as JSON values; files by name and sha256.
 
         Raises:
             ConfigError: a file cannot be read.
         """
-        options = {name: value for name, value in vars(self).items() if name != "prompts"}
-        return options | {"prompts": {path.name: sha256_of([read_bytes(path)]) for path in self.prompts}}
+        others = {name: value for name, value in vars(self).items() if name != "prompts"}
+        return others | {"prompts": {path.name: sha256_of([read_bytes(path)]) for path in self.prompts}}
 
 
 def seed_of(seed: int, what: str, index: int) -> int:
-    """The seed of one request, 63 bits: a hash of the seed of the run, the kind of request and its index."""
+    """The seed of one request of a run: 63 bits that depend only on the arguments."""
     digest = blake2b(f"{seed} {what} {index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def shards_of(number: int, shard_size: int) -> list[range]:
-    """Indices of the answers in each shard."""
+    """The indices of the responses in each shard."""
     return [range(i * shard_size, min((i + 1) * shard_size, number)) for i in range(math.ceil(number / shard_size))]

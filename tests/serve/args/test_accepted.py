@@ -1,4 +1,4 @@
-"""What the command line accepts: every field has a flag, and every flag has a text."""
+"""The server's command line: what each flag accepts, that each field has a flag, and that each flag has a help."""
 
 import json
 from dataclasses import fields

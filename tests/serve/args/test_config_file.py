@@ -1,4 +1,4 @@
-"""The YAML file of `--config` says what flags say, and is refused as they are."""
+"""The YAML file of `--config` sets what flags set, and is refused where they are."""
 
 import pytest
 
@@ -68,6 +68,8 @@ def test_every_row_can_come_from_the_file(config):
         ("port: true", ["c.yaml: port is of type bool", "PORT"]),
         ("port: [1, 2]", ["c.yaml: port is of type list", "PORT"]),
         ("port:", ["c.yaml: port is empty", "PORT", "leave"]),
+        ("speculative-config: [1]", ["c.yaml: speculative-config is of type list", "JSON"]),
+        ("config-file: x", ["c.yaml: there is no config-file;"]),
         ("host: {a: 1}", ["c.yaml: host is of type dict"]),
         ("host: 0123", ["c.yaml: host is of type int", "quotes"]),
         ("api-key: [[a]]", ["c.yaml: api-key is of type list"]),

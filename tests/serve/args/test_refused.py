@@ -1,4 +1,4 @@
-"""What the command line refuses, in one sentence that names the flag, the value and what to do."""
+"""The server's command line refuses in one sentence, which names the flag, the value and what to do."""
 
 import os
 
