@@ -43,7 +43,12 @@ def plain(tmp_path_factory):
     return target, prompts, tokens_of(LLM(target, max_num_seqs=2).generate(prompts, greedy(30)))
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+RARELY = ("symmetric_window", "causal_multi_query")  # test_oracle.py has both, too
+
+
+@pytest.mark.parametrize(
+    "flavour", [pytest.param(name, marks=pytest.mark.long if name in RARELY else ()) for name in FLAVOURS]
+)
 def test_random_drafters(tmp_path, plain, flavour):
     target, prompts, expected = plain
     _, draft = random_pair(tmp_path, **FLAVOURS[flavour])
@@ -179,7 +184,7 @@ def test_speculators_format_equals_native(tmp_path):
     assert found.acceptance_lengths == expected.acceptance_lengths
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.long)])
 def test_speculation_is_lossless_over_an_fp8_cache(dtype):
     name = "qwen3_full"
     cases = [prompt(*case["input_ids"]) for case in golden_cases(name)]
