@@ -28,21 +28,41 @@ from dflash_jax.engine.programs.store import programs
 DATA = Path(__file__).parent / "data"
 
 
+RUNS_LONG = "DFLASH_TEST_LONG" in os.environ
+SKIPPED = {  # marks whose tests are left out here, with the reason
+    "gpu": None if ON_GPU else "needs an NVIDIA GPU: run with DFLASH_TEST_GPU=1 on one",
+    "long": None if RUNS_LONG else "one more shape of what is tested anyway: run with DFLASH_TEST_LONG=1",
+}
+
+
 def pytest_collection_modifyitems(items):
-    if not ON_GPU:
-        skip = pytest.mark.skip(reason="needs an NVIDIA GPU: run with DFLASH_TEST_GPU=1 on one")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)
+    for item in items:
+        for mark, reason in SKIPPED.items():
+            if reason and item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
     """Programs of a module are of no use to the next, and take gigabytes of memory together."""
     yield
+    drop_programs()
+    jax.clear_caches()
+
+
+@pytest.fixture
+def fresh_programs():
+    """No program from before a test, and none of it afterwards: compiled steps do not notice what a test patches."""
+    drop_programs()
+    yield
+    drop_programs()
+
+
+def drop_programs():
+    """Forget all programs, those being compiled included. What waits to be compiled is not compiled any more."""
+    programs().clear()
     programs().join()
     programs().clear()
-    jax.clear_caches()
 
 
 @pytest.fixture

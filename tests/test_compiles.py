@@ -30,7 +30,8 @@ def mixed_params(rng):
 
 
 @pytest.mark.parametrize(
-    "devices", [1, pytest.param(2, marks=pytest.mark.skipif(jax.device_count() < 2, reason="one GPU"))]
+    "devices",
+    [1, pytest.param(2, marks=[pytest.mark.long, pytest.mark.skipif(jax.device_count() < 2, reason="one GPU")])],
 )
 def test_nothing_is_compiled_in_service(tmp_path, devices):
     sizes = {"vocab_size": BYTE_VOCABULARY, "eos_token_id": EOS, "num_hidden_layers": 2, "num_target_layers": 2}

@@ -155,7 +155,11 @@ def machine_of(target, drafter, **options):
     ("drafter", "options"),
     [
         (1, {"kv_cache_memory_bytes": 88_000}),
-        (1, {"kv_cache_memory_bytes": 88_000, "num_speculative_tokens": 3, "enable_prefix_caching": False}),
+        pytest.param(
+            1,
+            {"kv_cache_memory_bytes": 88_000, "num_speculative_tokens": 3, "enable_prefix_caching": False},
+            marks=pytest.mark.long,
+        ),
         (2, {"kv_cache_memory_bytes": 104_000, "num_speculative_tokens": 3}),
         (None, {"kv_cache_memory_bytes": 66_667}),
     ],

@@ -1,5 +1,7 @@
 """Random pairs over the whole space of configurations, against an independent implementation."""
 
+import itertools
+import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +22,13 @@ from tests import oracle
 from tests.dense_kv import DenseKVCache
 from tests.pairs import greedy, prompt, write_model
 
-EXAMPLES = 2  # of each way to attend: the simplest one and a random one
+EXAMPLES = 2  # of each way to attend: the simplest one, which is alike in all of them, and a random one
 ATTENDS = {"mixed": 15, "all_sliding": 26, "full": 17, "use_swa": 23, "speculators": 9}  # and their seeds
 RELATIVE = 2e-4
 UNDECIDED = 1e-5  # relative gap of the two best logits below which float32 may choose the other
 MAX_TOKENS = 24
 SLIDING, FULL = "sliding_attention", "full_attention"
+RUNS_LONG = "DFLASH_TEST_LONG" in os.environ
 
 ROPES = [
     {
@@ -253,8 +256,12 @@ def written(case):
 def test_random_pairs_agree_with_the_oracle(attends):
     """Token ids, acceptance lengths of every round but the last (which max_tokens cuts), and states."""
 
+    number = itertools.count()
+
     @over_random_cases(attends, EXAMPLES)
     def agree(case):
+        if next(number) == 0 and attends != "mixed" and not RUNS_LONG:
+            return
         prompts = case[2]
         with written(case) as (folders, target, drafter, expected):
             llm = LLM(*folders, dtype="float32", max_num_seqs=2, num_speculative_tokens=drafter.block_size - 1)

@@ -29,14 +29,6 @@ MASK_TOKEN = 191
 PAGE = 8
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiles():
-    """A compiled step does not notice that the code behind it was patched."""
-    programs().clear()
-    yield
-    programs().clear()
-
-
 def patch_context(monkeypatch, change):
     """`change(features, positions)` is what reaches the drafter's context instead."""
     original = DraftModel.write_context
@@ -178,6 +170,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.usefixtures("fresh_programs")
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_bug_would_be_caught(monkeypatch, bug):
     bug(monkeypatch)
@@ -242,6 +235,7 @@ def test_drafter_context_holds_features_and_nothing_of_the_block(plain):
         assert kept_positions == length if not group else 12 <= kept_positions < length
 
 
+@pytest.mark.usefixtures("fresh_programs")
 @pytest.mark.parametrize(
     "other",
     [
