@@ -1,4 +1,4 @@
-"""What the command line accepts: every field has a flag, and every flag has a text."""
+"""The command line accepts what it should: every field has a flag, and every flag has a text."""
 
 import json
 from dataclasses import fields
@@ -146,9 +146,9 @@ ACCEPTED = [
 
 @pytest.mark.parametrize(("arguments", "name", "expected"), ACCEPTED)
 def test_accepted(arguments, name, expected):
-    found = value(parse_args(listed(arguments)), name)
-    assert found == expected
-    assert type(found) is type(expected)
+    actual = value(parse_args(listed(arguments)), name)
+    assert actual == expected
+    assert type(actual) is type(expected)
 
 
 def test_every_field_can_be_set_to_something_else():
@@ -158,8 +158,8 @@ def test_every_field_can_be_set_to_something_else():
 
 
 def test_every_name_of_a_flag_is_tried():
-    given = [argument.split("=")[0].replace("_", "-") for row in ACCEPTED for argument in listed(row[0])]
-    untried = {name for name in parser().flags if name not in given and not name.startswith("--no-")}
+    tried = [argument.split("=")[0].replace("_", "-") for row in ACCEPTED for argument in listed(row[0])]
+    untried = {name for name in parser().flags if name not in tried and not name.startswith("--no-")}
     assert untried == {"--config"}
 
 

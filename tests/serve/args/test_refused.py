@@ -1,4 +1,4 @@
-"""What the command line refuses, in one sentence that names the flag, the value and what to do."""
+"""The command line refuses a wrong flag in one sentence that names the flag, the value and what to do."""
 
 import os
 
