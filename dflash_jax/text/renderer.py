@@ -1,4 +1,4 @@
-"""What a model folder says about text: its tokenizer, chat template and recommended sampling."""
+"""The text side of a model folder: tokenizer, chat template and recommended sampling."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def pages(browser, server):
 
 
 def ask(page, text, wait=True):
-    """Sends by keyboard alone; returns the new turn."""
+    """Send a message by keyboard alone; returns the new turn."""
     turns = page.locator(".turn").count()
     page.locator("#prompt").focus()
     page.keyboard.insert_text(text)

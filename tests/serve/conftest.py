@@ -19,7 +19,7 @@ FLAGS = (
 
 @pytest.fixture(scope="session")
 def live(tmp_path_factory):
-    """The pair that recites, served."""
+    """A running server of the pair that recites."""
     with serving(tmp_path_factory.mktemp("live"), *FLAGS) as server:
         yield server
         server.wait_until(server.is_idle)
@@ -27,6 +27,6 @@ def live(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def client(live):
-    """OpenAI's client of it."""
+    """OpenAI's client of the server."""
     with openai.OpenAI(base_url=f"{live.base}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client

@@ -32,7 +32,7 @@ class Live:
         return self._children()[0]
 
     def has_engine(self) -> bool:
-        """Whether there is such a process, ready or not."""
+        """Whether the engine's process is there, ready or not."""
         return bool(self._children())
 
     def _children(self) -> list[int]:
@@ -40,11 +40,11 @@ class Live:
         return [pid for pid in map(int, path.read_text().split()) if is_running(pid)]
 
     def get(self, path: str, key: str | None = None) -> tuple[int, bytes]:
-        """Status and body."""
+        """Send a GET; returns status and body."""
         return self.ask("GET", path, None, key)
 
     def post(self, path: str, body, key: str | None = None) -> tuple[int, dict]:
-        """Status and decoded body of a JSON request."""
+        """Send a POST of JSON; returns status and decoded body."""
         status, answer = self.ask("POST", path, json.dumps(body).encode(), key)
         return status, json.loads(answer)
 
@@ -91,7 +91,7 @@ def free_port() -> int:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there; one that nobody has reaped is not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -125,5 +125,5 @@ def serving(folder: Path, *flags: str, wait: bool = True):
 
 
 def resident_megabytes(pid: int) -> float:
-    """Memory that a process holds."""
+    """Resident memory of a process, in megabytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6

@@ -65,7 +65,7 @@ def metrics(sent, speculation):
 
 @dataclass
 class Mock:
-    """What the server should do, and what it saw."""
+    """What the server is to answer, and the requests that it has seen."""
 
     chat_template: bool = True
     says_chat_template: bool = True  # in /v1/models

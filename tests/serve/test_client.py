@@ -32,7 +32,7 @@ PATIENCE = 20
 
 
 class Engine:
-    """The other end."""
+    """The engine at the other end of the socket pair."""
 
     async def connect(self, theirs: socket.socket) -> None:
         self.reader, self.writer = await asyncio.open_connection(sock=theirs)
@@ -50,7 +50,7 @@ class Engine:
 
 
 class Client(EngineClient):
-    """A client whose engines are those of a test; each start takes the next."""
+    """A client that starts the engines of a test, one after the other."""
 
     def __init__(self, *engines: Engine, restarts: bool = False):
         super().__init__(Start("model", None, {}, "info"), restarts=restarts)
@@ -93,7 +93,7 @@ def with_engine(test):
 
     @functools.wraps(test)
     def run():
-        async def whole():
+        async def run_test():
             engine = Engine()
             client = Client(engine)
             task = asyncio.create_task(client.run())
@@ -107,7 +107,7 @@ def with_engine(test):
             await task
             assert client.num_requests == 0
 
-        asyncio.run(asyncio.wait_for(whole(), PATIENCE))
+        asyncio.run(asyncio.wait_for(run_test(), PATIENCE))
 
     del run.__wrapped__  # or pytest would look for fixtures
     return run
@@ -137,9 +137,9 @@ async def test_streams_hear_of_their_own_requests_alone(client, engine):
         engine.say(
             outputs(*[delta(engine_id, name, finished=True) for engine_id, name in zip(ids, "abc", strict=True)])
         )
-        found = [await both.get(), await both.get(), await other.get()]
-        assert [each.request_id for each in found] == ["a", "b", "c"]
-        assert [each.completions[0].text for each in found] == ["a", "b", "c"]
+        deltas = [await both.get(), await both.get(), await other.get()]
+        assert [d.request_id for d in deltas] == ["a", "b", "c"]
+        assert [d.completions[0].text for d in deltas] == ["a", "b", "c"]
         assert not both.unfinished
         assert await both.get(0.01) is None
 
@@ -252,7 +252,7 @@ UNKNOWN = len(b"\xc1\xc1").to_bytes(HEADER, "big") + b"\xc1\xc1"  # a message th
 def test_death_is_told_to_everybody_at_once(last_words, dies, cause):
     """Also if the engine says so and stays, ends in the middle of a message, or sends what cannot be decoded."""
 
-    async def whole():
+    async def scenario():
         engine = Engine()
         client = Client(engine)
         changes = []
@@ -284,13 +284,13 @@ def test_death_is_told_to_everybody_at_once(last_words, dies, cause):
         assert client.failed_at_start is None
         assert client.stats == EngineStats(num_prompt_tokens=7)
 
-    asyncio.run(asyncio.wait_for(whole(), PATIENCE))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
 
 
 def test_an_engine_that_comes_back(monkeypatch):
     monkeypatch.setattr(client_module, "FIRST_DELAY", 0.0)
 
-    async def whole():
+    async def scenario():
         first, broken, second = Engine(), Engine(), Engine()
         client = Client(first, broken, second, restarts=True)
         task = asyncio.create_task(client.run())
@@ -314,11 +314,11 @@ def test_an_engine_that_comes_back(monkeypatch):
         task.cancel()
         await asyncio.wait({task})
 
-    asyncio.run(asyncio.wait_for(whole(), PATIENCE))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
 
 
 def test_an_engine_that_cannot_start():
-    async def whole(*words):
+    async def scenario(*words):
         engine = Engine()
         client = Client(engine, restarts=True)  # which would only fail again
         task = asyncio.create_task(client.run())
@@ -330,8 +330,8 @@ def test_an_engine_that_cannot_start():
             await task
         return client.failed_at_start
 
-    assert asyncio.run(whole(Failed("ConfigError", "no such option"))).message == "no such option"
-    assert "has died" in asyncio.run(asyncio.wait_for(whole(), PATIENCE)).message
+    assert asyncio.run(scenario(Failed("ConfigError", "no such option"))).message == "no such option"
+    assert "has died" in asyncio.run(asyncio.wait_for(scenario(), PATIENCE)).message
 
 
 def test_a_process_that_cannot_be_made(monkeypatch):

@@ -1,6 +1,5 @@
 """Everything but chats and completions: tokens, SGLang's /generate, errors, metrics, flags, and requests at random."""
 
-import asyncio
 import json
 import threading
 
@@ -12,10 +11,7 @@ import schemathesis
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from schemathesis import GenerationMode
-from starlette.requests import Request
 
-from dflash_jax.serve.http.same_origin import same_origin_guard
-from dflash_jax.serve.protocol import APIError
 from tests.serve.live import NAME, serving
 
 LICENCE = "You may reproduce and distribute copies of the"
@@ -35,11 +31,11 @@ def generate(live, **body):
 
 def test_tokens_there_and_back(live):
     text = f"{LICENCE} 🌊 日本"
-    status, found = live.post("/tokenize", {"prompt": text, "return_token_strs": True})
+    status, answer = live.post("/tokenize", {"prompt": text, "return_token_strs": True})
     assert status == 200
-    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
-    assert found["max_model_len"] == 4096
-    assert live.post("/detokenize", {"tokens": found["tokens"]}) == (200, {"prompt": text})
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == 4096
+    assert live.post("/detokenize", {"tokens": answer["tokens"]}) == (200, {"prompt": text})
 
 
 def test_tokens_of_a_chat_are_those_that_a_chat_gets(live):
@@ -84,12 +80,12 @@ def test_generate_of_a_batch(live):
     assert [answer["meta_info"]["id"] for answer in several] == ["a", "b"]
     assert several[0]["text"] == one["text"]
     params = [{"max_new_tokens": 2, "temperature": 0}, {"max_new_tokens": 3, "temperature": 0}]
-    own = generate(live, text=[LICENCE, "The"], sampling_params=params)
-    assert [answer["meta_info"]["completion_tokens"] for answer in own] == [2, 3]
+    answers = generate(live, text=[LICENCE, "The"], sampling_params=params)
+    assert [answer["meta_info"]["completion_tokens"] for answer in answers] == [2, 3]
 
 
 def test_generate_streams_the_text_so_far(live):
-    whole = generate(live, text=["The", LICENCE], sampling_params={"temperature": 1, "sampling_seed": 1, "n": 2})
+    complete = generate(live, text=["The", LICENCE], sampling_params={"temperature": 1, "sampling_seed": 1, "n": 2})
     body = {"text": ["The", LICENCE], "sampling_params": {"temperature": 1, "sampling_seed": 1, "n": 2}, "stream": True}
     with httpx.stream("POST", f"{live.base}/generate", json=body, timeout=120) as answer:
         *chunks, done = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
@@ -98,7 +94,7 @@ def test_generate_streams_the_text_so_far(live):
     for chunk in map(json.loads, chunks):
         assert chunk["text"].startswith(texts[chunk["index"]])
         texts[chunk["index"]] = chunk["text"]
-    assert texts == [answer["text"] for answer in whole]
+    assert texts == [answer["text"] for answer in complete]
 
 
 def test_generate_with_logprobs(live):
@@ -174,8 +170,8 @@ def test_other_errors_have_the_same_shape(live, client):
         ("POST", "/v1/completions", b'{"prompt": "a", "model": "gpt-4"}', 404, "NotFoundError"),
         ("POST", "/start_profile", b"{}", 400, "BadRequestError"),
     ):
-        found, answer = live.ask(method, path, body)
-        assert found == status, path
+        got, answer = live.ask(method, path, body)
+        assert got == status, path
         error = json.loads(answer)["error"]
         assert (error["type"], error["code"]) == (kind, status)
         assert error["message"]
@@ -225,11 +221,11 @@ def test_metrics_have_the_names_that_dashboards_read(live):
 def test_requests_are_counted(live):
     def counts():
         families = text_string_to_metric_families(live.get("/metrics")[1].decode())
-        found = {(s.name, s.labels.get("finished_reason")): s.value for family in families for s in family.samples}
+        values = {(s.name, s.labels.get("finished_reason")): s.value for family in families for s in family.samples}
         names = ("time_to_first_token_seconds_count", "request_generation_tokens_sum", "request_params_n_sum")
         success = [("request_success_total", reason) for reason in ("length", "stop", "abort", "error")]
         return [
-            found.get((f"dflash_jax:{name}", reason), 0) for name, reason in [*((n, None) for n in names), *success]
+            values.get((f"dflash_jax:{name}", reason), 0) for name, reason in [*((n, None) for n in names), *success]
         ]
 
     before = counts()
@@ -262,7 +258,7 @@ ODD = (
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
-    """A server that was told much, with room for one sequence and one that waits."""
+    """A server with many flags, and with room for one running and one waiting sequence."""
     with serving(tmp_path_factory.mktemp("odd"), *ODD) as server:
         yield server
 
@@ -368,57 +364,3 @@ def check_operation(operation, mode):
 
     if mode is GenerationMode.POSITIVE or operation.body:
         check()
-
-
-# ---- Pages of other sites
-
-PAGE = "https://a.example"
-CROSS_SITE = [
-    {"sec-fetch-site": "cross-site"},
-    {"sec-fetch-site": "same-site", "origin": PAGE},
-    {"origin": PAGE},
-    {"origin": "null"},
-]
-
-
-@pytest.mark.parametrize("headers", CROSS_SITE, ids=str)
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [("GET", "/flush_cache"), *(("POST", f"/{name}") for name in ("flush_cache", "start_profile", "stop_profile"))],
-)
-def test_a_page_of_another_site_changes_nothing(live, method, path, headers):
-    """A browser sends these without asking, and with whatever way it has to the server."""
-    answer = httpx.request(method, live.base + path, headers=headers)
-    assert (answer.status_code, answer.json()["error"]["type"]) == (403, "PermissionDeniedError")
-
-
-def test_a_page_of_another_site_ends_nobodys_request(live):
-    for headers, status in (*((headers, 403) for headers in CROSS_SITE), ({}, 200)):
-        assert httpx.post(f"{live.base}/abort_request", json={"rid": "x"}, headers=headers).status_code == status
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [{}, {"sec-fetch-site": "none"}, {"sec-fetch-site": "same-origin", "origin": "http://b.example"}],
-    ids=str,
-)
-def test_who_is_no_page_of_another_site_may(live, headers):
-    """Scripts, somebody who types the address, and the server's own page, also behind a proxy of another name."""
-    for method in ("GET", "POST"):
-        assert httpx.request(method, f"{live.base}/flush_cache", headers=headers).status_code == 200
-    assert httpx.get(f"{live.base}/flush_cache", headers={"origin": live.base}).status_code == 200
-
-
-@pytest.mark.parametrize("allowed", [(PAGE,), ("*",)])
-def test_pages_that_the_operator_names_may(allowed):
-    check = same_origin_guard(allowed)
-
-    def ask(headers):
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        return check(Request({"type": "http", "path": "/flush_cache", "headers": raw}))
-
-    asyncio.run(ask({"sec-fetch-site": "cross-site", "origin": PAGE}))
-    for headers in ({"sec-fetch-site": "cross-site"}, {"origin": "https://b.example"} if "*" not in allowed else None):
-        if headers is not None:
-            with pytest.raises(APIError):
-                asyncio.run(ask(headers))

@@ -1,4 +1,4 @@
-"""What happens when processes die, cannot start, or are told to stop: nobody waits for nothing, and nothing is left."""
+"""Processes die, cannot start, or are told to stop: every client gets an answer, and no process is left."""
 
 import http.client
 import json
@@ -22,7 +22,7 @@ SLOWLY = "--max-num-seqs=1"  # so that 64 prompts take their time
 
 
 class Client(threading.Thread):
-    """A request on its way; `answer` is its status and body, None if the connection broke."""
+    """A client in a thread; `answer` is status and body, None if the connection broke."""
 
     def __init__(self, live: Live, body):
         super().__init__()
@@ -65,7 +65,7 @@ def kill_engine(live: Live) -> int:
 
 
 def busy(live: Live) -> tuple[Client, Client]:
-    """A client that streams, another that waits for the whole; both run."""
+    """A client that streams, and one that waits for the complete answer; both requests run."""
     streams = Client(live, ENDLESS | {"stream": True})
     assert streams.has_begun.wait(START_SECONDS)
     waits = Client(live, ENDLESS)
@@ -74,7 +74,7 @@ def busy(live: Live) -> tuple[Client, Client]:
 
 
 def assert_told(streams: Client, waits: Client, cause: str) -> None:
-    """Both clients have heard what has ended their requests, each in its own way."""
+    """Both clients have got the cause that ended their requests, as an event and as a status."""
     status, body = streams.ended()
     *_, error, done = events(body)
     assert (status, done) == (200, "[DONE]")
@@ -216,7 +216,7 @@ def test_no_time_to_end(tmp_path):
 
 
 def refusal(tmp_path, *flags) -> str:
-    """What a server says that cannot start: one sentence, and status 2."""
+    """The sentence of a server that cannot start, which exits with status 2."""
     process = start(tmp_path / "log", *flags)
     assert process.wait(START_SECONDS) == 2
     log = (tmp_path / "log").read_text()
@@ -257,7 +257,7 @@ def test_an_engine_that_is_killed_at_its_first_start(tmp_path):
 
 
 class UnixConnection(http.client.HTTPConnection):
-    """To a Unix socket."""
+    """An HTTP connection over a Unix socket."""
 
     def __init__(self, path):
         super().__init__("localhost", timeout=START_SECONDS)
@@ -297,7 +297,7 @@ def test_a_unix_socket(tmp_path):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """Of localhost, signed by itself; and its key."""
+    """A folder with a self-signed certificate of localhost, and its key."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl to make a certificate with")
     folder = tmp_path_factory.mktemp("tls")

@@ -24,7 +24,7 @@ KEY = "key-0"  # of the one prompt of `a_job` in the engine
 
 
 class ScriptedClient(EngineClient):
-    """A client whose engine does what a script says: deltas to hand out, seconds to wait, an error to die of."""
+    """A client whose engine follows a script of deltas to hand out, seconds to wait, and an error to die of."""
 
     def __init__(self, script):
         super().__init__(Start("", None, {}, "info"), restarts=False)
@@ -71,7 +71,7 @@ async def told_of(state, patience=None, n=1):
 
 
 async def respond(stream, disconnect=None, can_send=True):
-    """What a client gets of a response; it leaves when told to."""
+    """The bytes that a client gets of a response; it leaves when `disconnect` is set."""
     sent = []
 
     async def receive():
@@ -128,7 +128,7 @@ def test_what_is_refused_at_once_is_no_stream_and_not_counted():
 @pytest.mark.parametrize("script", [[delta("a"), 9.0], [9.0]], ids=["begun", "waiting"])
 @pytest.mark.parametrize("can_send", [True, False])
 def test_who_left_before_the_first_event_is_aborted(script, can_send):
-    """Also where the response ends before it has begun to read, and somebody still knows the events."""
+    """Also if the response ends before it has begun to read the events."""
     state = a_state(script)
 
     async def run():
@@ -160,9 +160,9 @@ def test_a_request_that_takes_too_long_is_ended():
     state = a_state([delta("a"), 9.0], request_timeout=0.2)
 
     async def run():
-        found = [news async for news in told_of(state, 0.05)]
+        items = [news async for news in told_of(state, 0.05)]
         state.client.player.cancel()
-        return found
+        return items
 
     with pytest.raises(APIError, match=r"longer than 0\.2 s") as error:
         asyncio.run(run())
@@ -228,7 +228,7 @@ def test_the_log_sums_up_what_happened_in_between():
 
 
 def test_the_log_counts_a_new_engine_from_nothing():
-    """Even one that has already had more prompts than the old one, and has emitted less."""
+    """Even an engine that has had more prompts than the old one and has emitted less."""
     after = EngineStats(
         num_prompt_tokens=200, num_generation_tokens=30, num_drafts=10, num_draft_tokens=30, num_accepted_tokens=15,
         num_accepted_tokens_per_pos=(8, 5, 2),

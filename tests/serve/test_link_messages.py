@@ -35,9 +35,9 @@ def test_sampling_parameters_arrive_as_they_left(params):
         assert not [f.name for f in fields(params) if getattr(params, f.name) == f.default], "fields left out above"
 
 
-@pytest.mark.parametrize("given", STRUCTURES, ids=lambda given: next(iter(given)))
-def test_structures_arrive_as_they_left_and_can_be_keys_of_the_cache(given):
-    structure = StructuredOutputsParams(**given)
+@pytest.mark.parametrize("arguments", STRUCTURES, ids=lambda arguments: next(iter(arguments)))
+def test_structures_arrive_as_they_left_and_can_be_keys_of_the_cache(arguments):
+    structure = StructuredOutputsParams(**arguments)
     params = arrived(SamplingParams(structured_outputs=structure))
     assert asdict(params.structured_outputs) == asdict(structure)
     assert params.structured_outputs.kind == structure.kind
@@ -45,7 +45,7 @@ def test_structures_arrive_as_they_left_and_can_be_keys_of_the_cache(given):
 
 
 def test_parameters_are_checked_once(monkeypatch):
-    """By the server, which answers in words of the request; the engine's process has no time to lose."""
+    """The server checks them, in the words of the request, and the engine process does not check them again."""
     checked = []
     monkeypatch.setattr(values, "_check", lambda params, allowed: checked.append(type(params)))
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))

@@ -40,7 +40,7 @@ def says(text):
 
 @pytest.fixture(scope="module")
 def tight():
-    """A bias against white space, of which the model would put no end between the parts of JSON."""
+    """A bias against white space, which the model would write without end between the parts of JSON."""
     tokenizer = Tokenizer.from_file(str(RECITER / "target" / "tokenizer.json"))
     return {str(i): -100 for i in range(tokenizer.get_vocab_size()) if tokenizer.decode([i]).isspace()}
 
@@ -70,10 +70,10 @@ def test_a_chat(client):
 
 def test_the_async_client_is_answered_the_same(client, live):
     async def ask():
-        async with openai.AsyncOpenAI(base_url=f"{live.base}/v1", api_key="none", timeout=120) as own:
-            whole = chat(own, temperature=0, max_tokens=12)
-            stream = chat(own, temperature=0, max_tokens=12, stream=True)
-            answer, chunks = await asyncio.gather(whole, stream)
+        async with openai.AsyncOpenAI(base_url=f"{live.base}/v1", api_key="none", timeout=120) as client_:
+            complete_answer = chat(client_, temperature=0, max_tokens=12)
+            stream = chat(client_, temperature=0, max_tokens=12, stream=True)
+            answer, chunks = await asyncio.gather(complete_answer, stream)
             return answer.choices[0].message.content, [chunk async for chunk in chunks]
 
     text, chunks = asyncio.run(ask())
@@ -99,12 +99,12 @@ def test_a_seed_reproduces_every_completion(client):
 
 def test_prompts_of_every_kind_give_the_same(client, live):
     other = "Unless required by applicable law or"
-    ids, more = (live.post("/tokenize", {"prompt": text})[1]["tokens"] for text in (LICENCE, other))
-    answers = [complete(client, prompt, max_tokens=6) for prompt in (LICENCE, ids, [LICENCE, other], [ids, more])]
+    ids, other_ids = (live.post("/tokenize", {"prompt": text})[1]["tokens"] for text in (LICENCE, other))
+    answers = [complete(client, prompt, max_tokens=6) for prompt in (LICENCE, ids, [LICENCE, other], [ids, other_ids])]
     first = answers[0].choices[0].text
     assert [answer.choices[0].text for answer in answers] == [first] * 4
     assert answers[2].choices[1].text == answers[3].choices[1].text
-    assert answers[3].usage.prompt_tokens == len(ids) + len(more)
+    assert answers[3].usage.prompt_tokens == len(ids) + len(other_ids)
     assert answers[3].usage.completion_tokens == 12
 
 
@@ -119,10 +119,10 @@ def test_choices_of_a_batch_come_prompt_by_prompt(client):
 
 
 def test_a_stop_string_is_cut_off_unless_it_is_asked_for(client):
-    whole = complete(client, max_tokens=24).choices[0].text
-    stop = whole[12:18]
+    text = complete(client, max_tokens=24).choices[0].text
+    stop = text[12:18]
     cut = complete(client, max_tokens=24, stop=["never", stop]).choices[0]
-    assert (cut.text, cut.finish_reason, cut.stop_reason) == (whole[: whole.index(stop)], "stop", stop)
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (text[: text.index(stop)], "stop", stop)
     kept = complete(client, max_tokens=24, stop=stop, extra_body={"include_stop_str_in_output": True}).choices[0]
     assert kept.text == cut.text + stop
 
@@ -135,14 +135,14 @@ def test_a_stop_token_is_told(client):
     assert choice.token_ids == first.token_ids[:2]
 
 
-def check_alternatives(own, top, number):
-    """The likeliest first, the token's own among them if it belongs there, and no more probability than there is."""
-    found = [each.logprob for each in top]
-    assert len(found) == number
-    assert found == sorted(found, reverse=True)
-    assert sum(map(math.exp, found)) <= 1 + 1e-5
-    assert own <= found[0] + 1e-6
-    assert own in found or own <= found[-1]
+def check_alternatives(logprob, top, number):
+    """The likeliest come first, the token's logprob among them if it belongs there; probabilities sum to at most 1."""
+    logprobs = [entry.logprob for entry in top]
+    assert len(logprobs) == number
+    assert logprobs == sorted(logprobs, reverse=True)
+    assert sum(map(math.exp, logprobs)) <= 1 + 1e-5
+    assert logprob <= logprobs[0] + 1e-6
+    assert logprob in logprobs or logprob <= logprobs[-1]
 
 
 def test_logprobs_of_a_chat(client):
@@ -159,40 +159,45 @@ def test_logprobs_of_a_chat(client):
 
 def test_logprobs_of_a_completion(client):
     choice = complete(client, max_tokens=8, logprobs=3).choices[0]
-    found = choice.logprobs
-    assert "".join(found.tokens) == choice.text
-    assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(8)]
-    for token, own, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+    logprobs = choice.logprobs
+    assert "".join(logprobs.tokens) == choice.text
+    assert logprobs.text_offset == [len("".join(logprobs.tokens[:i])) for i in range(8)]
+    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert list(top.values()) == sorted(top.values(), reverse=True)  # greedy: the token is the likeliest
         assert len(top) == 3
-        assert top[token] == own == max(top.values())
+        assert top[token] == logprob == max(top.values())
     as_ids = complete(client, max_tokens=8, logprobs=1, extra_body={"return_tokens_as_token_ids": True}).choices[0]
     assert all(token.startswith("token_id:") for token in as_ids.logprobs.tokens)
-    assert as_ids.logprobs.text_offset == found.text_offset
+    assert as_ids.logprobs.text_offset == logprobs.text_offset
 
 
 def test_echo_scores_a_prompt_as_lm_eval_asks(client, live):
     text = f"{LICENCE} 日本 Work"
     ids = live.post("/tokenize", {"prompt": text})[1]["tokens"]
     choice = complete(client, [ids], max_tokens=1, logprobs=1, echo=True, seed=1234).choices[0]
-    found = choice.logprobs
+    logprobs = choice.logprobs
     assert choice.text.startswith(text)
-    lengths = {len(each) for each in (found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset)}
+    lengths = {
+        len(column)
+        for column in (logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, logprobs.text_offset)
+    }
     assert lengths == {len(ids) + 1}
-    assert found.token_logprobs[0] is found.top_logprobs[0] is None
-    assert all(logprob <= 0 for logprob in found.token_logprobs[1:])
-    assert found.tokens[0] == "You"
-    for token, offset in zip(found.tokens, found.text_offset, strict=True):
+    assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+    assert all(logprob <= 0 for logprob in logprobs.token_logprobs[1:])
+    assert logprobs.tokens[0] == "You"
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
         assert token == "\ufffd" or choice.text[offset:].startswith(token)  # else a part of a character
-    parts = [offset for token, offset in zip(found.tokens, found.text_offset, strict=True) if token == "\ufffd"]
+    parts = [offset for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True) if token == "\ufffd"]
     assert set(parts) == {text.index("日"), text.index("本")}
     # Greedy continuations are scored as they were generated.
-    whole = complete(client, max_tokens=5, logprobs=1, extra_body={"return_token_ids": True}).choices[0]
+    choice = complete(client, max_tokens=5, logprobs=1, extra_body={"return_token_ids": True}).choices[0]
     context = live.post("/tokenize", {"prompt": LICENCE})[1]["tokens"]
-    scored = complete(client, context + whole.token_ids, max_tokens=1, logprobs=1, echo=True).choices[0].logprobs
-    assert scored.token_logprobs[len(context) : -1] == pytest.approx(whole.logprobs.token_logprobs, abs=1e-3)
-    for own, top in zip(scored.token_logprobs[len(context) : -1], scored.top_logprobs[len(context) : -1], strict=True):
-        assert own == max(top.values())
+    scored = complete(client, context + choice.token_ids, max_tokens=1, logprobs=1, echo=True).choices[0].logprobs
+    assert scored.token_logprobs[len(context) : -1] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-3)
+    for logprob, top in zip(
+        scored.token_logprobs[len(context) : -1], scored.top_logprobs[len(context) : -1], strict=True
+    ):
+        assert logprob == max(top.values())
 
 
 def test_echo_without_tokens(client):
@@ -215,8 +220,8 @@ def test_prompt_logprobs_and_token_ids(client):
     first, *rest = answer.prompt_logprobs
     assert first is None
     assert len(rest) + 1 == len(answer.prompt_token_ids) == answer.usage.prompt_tokens
-    for token_id, found in zip(answer.prompt_token_ids[1:], rest, strict=True):
-        assert found[str(token_id)].keys() == {"logprob", "rank", "decoded_token"}
+    for token_id, alternatives in zip(answer.prompt_token_ids[1:], rest, strict=True):
+        assert alternatives[str(token_id)].keys() == {"logprob", "rank", "decoded_token"}
     assert len(answer.choices[0].token_ids) == 4
     choice = complete(client, max_tokens=4, extra_body=extra).choices[0]
     assert len(choice.prompt_logprobs) == len(choice.prompt_token_ids)

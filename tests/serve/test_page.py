@@ -59,7 +59,7 @@ def page(open_page):
 
 
 def coloured(text, speculation):
-    """What the spans of an answer should be."""
+    """The spans that an answer should have."""
     tokens = [token for chunk in chunks(text, speculation) for token in chunk]
     return [[t["text"].lstrip(), "drafted" if t["drafted"] else "own"] for t in tokens if t["text"].strip()]
 

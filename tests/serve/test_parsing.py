@@ -43,12 +43,12 @@ def test_malformed_calls_come_back_as_text(text, options):
 
 @pytest.mark.parametrize(("text", "options"), ALL.values(), ids=ALL)
 def test_chunks_do_not_matter(text, options):
-    whole = collect(flat(stream([text], **options)))
-    assert collect(flat(stream(text, **options))) == whole
+    parsed = collect(flat(stream([text], **options)))
+    assert collect(flat(stream(text, **options))) == parsed
     text = text[:400]  # of the one that is long to be deep
-    whole = collect(flat(stream([text], **options)))
+    parsed = collect(flat(stream([text], **options)))
     for cut in range(len(text) + 1):
-        assert collect(flat(stream([text[:cut], text[cut:]], **options))) == whole, (text[:cut], text[cut:])
+        assert collect(flat(stream([text[:cut], text[cut:]], **options))) == parsed, (text[:cut], text[cut:])
 
 
 @pytest.mark.parametrize("name", ["thinks", "two calls and text", "several coder calls", "calls while thinking"])
@@ -64,7 +64,7 @@ def test_nothing_of_a_tag_leaves(name):
 
 
 def fragments(text, **options):
-    """What leaves with each character, as text of arguments."""
+    """The text of arguments that leaves with each character."""
     batches = stream(text, **options)
     return ["".join(d.tool_call.arguments for d in batch if d.tool_call is not None) for batch in batches]
 
@@ -172,17 +172,17 @@ OPTIONS = [
 @given(st.lists(st.lists(st.sampled_from(PIECES), max_size=6).map("".join), max_size=8), st.sampled_from(OPTIONS))
 def test_any_chunks_of_any_text(chunks, options):
     text = "".join(chunks)
-    whole = parser(**options).parse_all(text)
-    assert collect(flat(stream(chunks, **options))) == whole
-    assert collect(flat(stream(text, **options))) == whole
-    for tool_call in whole.tool_calls:
+    parsed = parser(**options).parse_all(text)
+    assert collect(flat(stream(chunks, **options))) == parsed
+    assert collect(flat(stream(text, **options))) == parsed
+    for tool_call in parsed.tool_calls:
         assert isinstance(json.loads(tool_call.arguments), dict)
-    if not whole.tool_calls:
-        assert whole == without_calls(text, **options)
+    if not parsed.tool_calls:
+        assert parsed == without_calls(text, **options)
 
 
 def without_calls(text, reasoning=None, starts_in_reasoning=False, **_):
-    """The answer of a text that calls nothing, said the simple way."""
+    """The expected answer of a text without tool calls, computed in a simpler way."""
     opened = reasoning is not None and text.lstrip().startswith("<think>")
     if opened:
         text = text.lstrip().removeprefix("<think>")

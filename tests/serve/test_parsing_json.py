@@ -63,7 +63,7 @@ def test_types_of_a_schema(schema, types):
 
 
 def scanned(text):
-    """What a scanner makes of the text, None if that is not exactly one value."""
+    """What a scanner makes of the text; None if the text is not exactly one value."""
     scanner = JsonScanner()
     verified = ""
     try:

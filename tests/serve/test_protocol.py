@@ -87,12 +87,12 @@ BODIES = {"chat": chat, "completion": completion}
 def test_shared_fields(make, name):
     value, becomes = SHARED[name]
     if "json_object" in becomes or "regex" in becomes or "grammar" in becomes:
-        found = params(make(**{name: value})).structured_outputs
-        assert {kind: getattr(found, kind) for kind in becomes} == becomes
+        structured = params(make(**{name: value})).structured_outputs
+        assert {kind: getattr(structured, kind) for kind in becomes} == becomes
         return
-    plain, found = params(make()), params(make(**{name: value}))
-    names = [name for name in SamplingParams.__dataclass_fields__ if getattr(found, name) != getattr(plain, name)]
-    assert {name: getattr(found, name) for name in names} == becomes
+    plain, changed = params(make()), params(make(**{name: value}))
+    names = [name for name in SamplingParams.__dataclass_fields__ if getattr(changed, name) != getattr(plain, name)]
+    assert {name: getattr(changed, name) for name in names} == becomes
 
 
 def test_every_shared_field_has_a_case():
@@ -154,10 +154,10 @@ WRONG = {
 @pytest.mark.parametrize("make", BODIES.values(), ids=BODIES)
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_values_are_400s_that_name_the_field(make, name):
-    own = {"min_tokens": {"max_tokens": 5}}.get(name, {})
+    further = {"min_tokens": {"max_tokens": 5}}.get(name, {})
     for value in WRONG[name]:
         with pytest.raises(APIError) as caught:
-            params(make(**{name: value}, **own))
+            params(make(**{name: value}, **further))
         error = caught.value
         assert (error.status, error.type) == (400, "BadRequestError"), value
         assert (error.param or "").split(".")[0] == name, (value, error)
@@ -254,8 +254,8 @@ def test_neutral_values_ask_for_nothing():
 def test_precedence():
     assert params(chat()).temperature == 1.0
     defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": None, "bos_token_id": 5}
-    found = params(chat(top_k=0), **defaults)
-    assert (found.temperature, found.top_p, found.top_k, found.repetition_penalty) == (0.6, 0.95, 0, 1.0)
+    sampling = params(chat(top_k=0), **defaults)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (0.6, 0.95, 0, 1.0)
     assert params(chat(temperature=None), temperature=0.6).temperature == 0.6
     with pytest.raises(APIError, match="greedy"):
         params(chat(n=2), temperature=0)
@@ -271,8 +271,8 @@ def test_lengths_and_logprobs():
     assert params(chat(logprobs=True, top_logprobs=3)).logprobs == 3
     assert params(completion(logprobs=0)).logprobs == 0
     echo = completion(echo=True, logprobs=1, max_tokens=0)
-    found = params(echo)
-    assert (found.max_tokens, found.logprobs, found.prompt_logprobs) == (1, 1, 1)
+    sampling = params(echo)
+    assert (sampling.max_tokens, sampling.logprobs, sampling.prompt_logprobs) == (1, 1, 1)
     assert echo.is_echo_only
     assert not completion(echo=True).is_echo_only
     assert params(completion(echo=True, logprobs=1, prompt_logprobs=3)).prompt_logprobs == 3
@@ -284,8 +284,8 @@ def test_structured_outputs():
     assert json.loads(params(chat(response_format=schema)).structured_outputs.json) == SCHEMA
     assert params(chat(response_format={"type": "text"})).structured_outputs is None
     assert params(chat(response_format={"type": "text"}, regex="a")).structured_outputs.regex == "a"
-    found = params(completion(structured_outputs={"choice": ["a", "b"], "disable_fallback": True}))
-    assert found.structured_outputs.choice == ("a", "b")
+    sampling = params(completion(structured_outputs={"choice": ["a", "b"], "disable_fallback": True}))
+    assert sampling.structured_outputs.choice == ("a", "b")
 
 
 def test_tool_choice():
@@ -341,8 +341,8 @@ def test_template_kwargs():
     assert chat().template_kwargs({}) == {}
     request = chat(tools=[CLOCK], documents=[{"text": "t"}], reasoning_effort="none", chat_template_kwargs={"a": 1})
     kwargs = {"a": 1, "reasoning_effort": "none", "enable_thinking": False}
-    more = {"tools": [CLOCK], "documents": [{"text": "t"}]}
-    assert request.template_kwargs({"enable_thinking": True, "b": 2}) == kwargs | more | {"b": 2}
+    fields = {"tools": [CLOCK], "documents": [{"text": "t"}]}
+    assert request.template_kwargs({"enable_thinking": True, "b": 2}) == kwargs | fields | {"b": 2}
     explicit = chat(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
     assert explicit.template_kwargs({})["enable_thinking"] is True
     assert chat(reasoning_effort="high").template_kwargs({}) == {"reasoning_effort": "high"}

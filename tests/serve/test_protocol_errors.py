@@ -47,7 +47,7 @@ def deep(levels: int = 100_000) -> list:
 
 
 def serve(model, body) -> None:
-    """All that happens to a body before the engine sees it."""
+    """Do all that happens to a body before the engine sees it."""
     request = parse(model, body)
     unknown_fields(request)
     if isinstance(request, GenerateRequest):
@@ -102,25 +102,25 @@ def test_whatever_is_said_is_short_and_encodable():
     ids=repr,
 )
 def test_of_exception(error, status, kind, words):
-    found = of_exception(error)
-    assert (found.status, found.type) == (status, kind)
-    assert words in found.message
-    assert "secret" not in found.message
+    api_error = of_exception(error)
+    assert (api_error.status, api_error.type) == (status, kind)
+    assert words in api_error.message
+    assert "secret" not in api_error.message
 
 
 def test_validation_of_pydantic_and_of_fastapi():
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate({"temperature": "hot", "n": True})
-    found = of_exception(caught.value)
-    assert found.status == 400
-    assert found.param == "temperature"
-    assert found.message == (
+    api_error = of_exception(caught.value)
+    assert api_error.status == 400
+    assert api_error.param == "temperature"
+    assert api_error.message == (
         "temperature='hot' is not allowed: input should be a valid number. "
         "n=True is not allowed: input should be a valid integer. prompt is missing; give it."
     )
     errors = [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
     fastapi = validation_error(RequestValidationError(errors).errors())
-    assert (fastapi.message, fastapi.param) == (found.message, found.param)
+    assert (fastapi.message, fastapi.param) == (api_error.message, api_error.param)
     broken = {
         "type": "json_invalid",
         "loc": ("body", 5),
@@ -160,10 +160,10 @@ NUMBERS += ["ignore_eos", "stream", "logprobs", "speculation"]
 def test_many_errors_are_cut():
     with pytest.raises(ValidationError) as caught:
         ChatCompletionRequest.model_validate({"messages": HI} | dict.fromkeys(NUMBERS, "\N{PILE OF POO}" * 10**6))
-    found = of_exception(caught.value)
-    assert found.message.endswith(" And 4 more errors.")
-    assert found.message.count(" is not allowed: ") == 10
-    assert len(msgspec.json.encode(error_body(found))) < 20_000
+    api_error = of_exception(caught.value)
+    assert api_error.message.endswith(" And 4 more errors.")
+    assert api_error.message.count(" is not allowed: ") == 10
+    assert len(msgspec.json.encode(error_body(api_error))) < 20_000
 
 
 HUGE = {

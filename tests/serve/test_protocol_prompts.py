@@ -85,14 +85,14 @@ def test_generate():
         "stop_token_ids": [1], "logit_bias": {"1": 1}, "ignore_eos": True, "skip_special_tokens": False,
         "no_stop_trim": True, "regex": "a", "n": 1,
     }  # fmt: skip
-    [found] = generate(sampling, return_logprob=True, top_logprobs_num=2, logprob_start_len=0)
-    assert found == SamplingParams(
+    [params] = generate(sampling, return_logprob=True, top_logprobs_num=2, logprob_start_len=0)
+    assert params == SamplingParams(
         max_tokens=5, min_tokens=1, temperature=0.0, top_p=0.9, top_k=-1, min_p=0.1, repetition_penalty=1.1,
         frequency_penalty=1.0, presence_penalty=-1.0, seed=3, stop="a", stop_token_ids=[1], logit_bias={1: 1},
         ignore_eos=True, skip_special_tokens=False, include_stop_str_in_output=True, logprobs=2, prompt_logprobs=2,
-        structured_outputs=found.structured_outputs,
+        structured_outputs=params.structured_outputs,
     )  # fmt: skip
-    assert found.structured_outputs.regex == "a"
+    assert params.structured_outputs.regex == "a"
     assert [p.prompt_logprobs for p in generate({}, return_logprob=True)] == [None]
     assert generate({})[0].max_tokens == 128
     assert generate(dict.fromkeys(["max_new_tokens", "stop", "n", "regex"])) == generate({}) == generate(None)

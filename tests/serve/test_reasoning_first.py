@@ -1,4 +1,4 @@
-"""Reasoning before a structured output: whatever is thought, then what was asked for."""
+"""Reasoning may be any text; the structured output behind it obeys its grammar."""
 
 import re
 

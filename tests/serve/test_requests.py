@@ -1,4 +1,4 @@
-"""What becomes of a request before the engine hears of it."""
+"""The way of a request before it is sent to the engine."""
 
 import asyncio
 import threading
@@ -30,15 +30,15 @@ def state():
 
 def test_a_text_that_cannot_fit_is_refused_without_tokenising_it(state, monkeypatch):
     tokenizer = state.renderer.tokenizer
-    most = MAX_MODEL_LEN * max(map(len, tokenizer.hf.get_vocab()))
+    limit = MAX_MODEL_LEN * max(map(len, tokenizer.hf.get_vocab()))
     tokenised = []
     monkeypatch.setattr(tokenizer, "encode", lambda text, **_: tokenised.append(len(text)) or [])
     with pytest.raises(APIError, match=r"Input length \(at least 64\) exceeds .* \(64\)") as error:
-        encode(state, "a" * most, "a text prompt")
+        encode(state, "a" * limit, "a text prompt")
     assert (error.value.status, error.value.param, tokenised) == (400, "prompt", [])
-    encode(state, "a" * most, "a text prompt", is_truncated=True)  # its end is wanted
-    encode(state, "a" * (most // 2), "a text prompt")  # it may fit
-    assert tokenised == [most, most // 2]
+    encode(state, "a" * limit, "a text prompt", is_truncated=True)  # its end is wanted
+    encode(state, "a" * (limit // 2), "a text prompt")  # it may fit
+    assert tokenised == [limit, limit // 2]
 
 
 def test_nothing_is_tokenised_for_an_engine_that_is_not_there(state, monkeypatch):
@@ -50,7 +50,7 @@ def test_nothing_is_tokenised_for_an_engine_that_is_not_there(state, monkeypatch
 
 
 def test_a_long_text_does_not_hold_up_others(state):
-    """Two that each need the other to be at work."""
+    """Two calls that wait for each other, which one thread could never run."""
     barrier = threading.Barrier(2, timeout=20)
 
     async def both():

@@ -1,4 +1,4 @@
-"""Streams: the shape of chunks, that they say what a whole answer says, and what becomes of a client that leaves."""
+"""Streams: the shape of chunks, that they add up to the complete answer, and what happens when a client leaves."""
 
 import json
 import threading
@@ -21,7 +21,7 @@ WORLD = "Größe: 日本語 🌊 👩‍🚀 and é中文"
 
 
 def says(text):
-    """What makes the model say a text."""
+    """The fields of a body that make the model say a text."""
     return {"structured_outputs": {"choice": [text]}}
 
 
@@ -50,17 +50,19 @@ def choices(chunks):
 
 def joined(chunks, index=0):
     """The text of a completion."""
-    own = [choice for choice in choices(chunks) if choice["index"] == index]
-    return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in own)
+    own_choices = [choice for choice in choices(chunks) if choice["index"] == index]
+    return "".join(
+        choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in own_choices
+    )
 
 
 def accumulated(chunks):
     """The text of the one completion, after each chunk."""
-    shown, found = "", []
+    shown, texts = "", []
     for choice in choices(chunks):
         shown += choice["delta"].get("content", "") if "delta" in choice else choice["text"]
-        found.append(shown)
-    return found
+        texts.append(shown)
+    return texts
 
 
 def test_the_shape_of_a_chat(live):
@@ -82,8 +84,8 @@ def test_the_shape_of_a_chat(live):
     assert last["usage"]["total_tokens"] == last["usage"]["prompt_tokens"] + 12
     assert last["usage"]["prompt_tokens_details"].keys() == {"cached_tokens"}
     assert last["metrics"]["speculative_decoding"]["num_spec_tokens"] == 15
-    whole = live.post("/v1/chat/completions", CHAT | {"temperature": 0, "max_tokens": 12})[1]
-    assert joined(chunks) == whole["choices"][0]["message"]["content"]
+    answer = live.post("/v1/chat/completions", CHAT | {"temperature": 0, "max_tokens": 12})[1]
+    assert joined(chunks) == answer["choices"][0]["message"]["content"]
 
 
 def test_the_end_comes_once_and_last_where_everything_comes_at_once(live):
@@ -112,39 +114,39 @@ def test_without_being_asked_no_usage(live):
 
 def test_completions_side_by_side_are_those_of_a_whole_answer(live):
     options = {"prompt": ["The", "Work"], "n": 2, "temperature": 1, "seed": 11, "max_tokens": 10}
-    whole = live.post("/v1/completions", options)[1]["choices"]
+    answers = live.post("/v1/completions", options)[1]["choices"]
     chunks = complete_chunks(live, **options)
-    assert [joined(chunks, index) for index in range(4)] == [choice["text"] for choice in whole]
+    assert [joined(chunks, index) for index in range(4)] == [choice["text"] for choice in answers]
     indices = [choice["index"] for choice in choices(chunks)]
     assert indices != sorted(indices)  # they come side by side
     for index in range(4):
         reasons = [choice["finish_reason"] for choice in choices(chunks) if choice["index"] == index]
-        assert reasons == [None] * (len(reasons) - 1) + [whole[index]["finish_reason"]]
+        assert reasons == [None] * (len(reasons) - 1) + [answers[index]["finish_reason"]]
 
 
 def test_chats_side_by_side(live):
     options = {"n": 2, "temperature": 1, "seed": 11, "max_tokens": 10}
-    whole = live.post("/v1/chat/completions", CHAT | options)[1]["choices"]
+    answers = live.post("/v1/chat/completions", CHAT | options)[1]["choices"]
     chunks = chat_chunks(live, **options)
-    assert [joined(chunks, index) for index in range(2)] == [choice["message"]["content"] for choice in whole]
+    assert [joined(chunks, index) for index in range(2)] == [choice["message"]["content"] for choice in answers]
     for index in range(2):
-        own = [choice for choice in choices(chunks) if choice["index"] == index]
-        assert ["role" in choice["delta"] for choice in own] == [True] + [False] * (len(own) - 1)
+        own_choices = [choice for choice in choices(chunks) if choice["index"] == index]
+        assert ["role" in choice["delta"] for choice in own_choices] == [True] + [False] * (len(own_choices) - 1)
 
 
 @pytest.mark.parametrize("included", [False, True])
 def test_no_part_of_a_stop_string_leaves(live, included):
-    """Also not the part of one that the text then goes on from in another way."""
+    """A beginning of a stop string is held back too, until the text goes on in another way."""
     text = "ab STO ab STOP ab STOPPED cd"
     stop = "STOPPED"
-    for path, more in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)):
-        body = more | says(text) | {"stop": [stop], "include_stop_str_in_output": included, "max_tokens": 99}
+    for path, fields in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)):
+        body = fields | says(text) | {"stop": [stop], "include_stop_str_in_output": included, "max_tokens": 99}
         chunks = events(live, path, body)
-        *earlier, whole = accumulated(chunks)
+        *earlier, final = accumulated(chunks)
         before = text[: text.index(stop)]
         assert len(set(earlier)) > 5
         assert all(before.startswith(shown) for shown in earlier)
-        assert whole == before + (stop if included else "")
+        assert final == before + (stop if included else "")
         last = choices(chunks)[-1]
         assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
 
@@ -165,20 +167,20 @@ def test_every_chunk_is_whole_characters(live, path):
 
 def test_logprobs_and_token_ids_of_chunks_join_up(live):
     options = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True, "temperature": 0, "max_tokens": 12}
-    whole = live.post("/v1/chat/completions", CHAT | options)[1]
+    answer = live.post("/v1/chat/completions", CHAT | options)[1]
     chunks = chat_chunks(live, **options)
-    found = [entry for choice in choices(chunks) for entry in (choice["logprobs"] or {"content": []})["content"]]
-    assert [entry["token"] for entry in found] == [e["token"] for e in whole["choices"][0]["logprobs"]["content"]]
+    entries = [entry for choice in choices(chunks) for entry in (choice["logprobs"] or {"content": []})["content"]]
+    assert [entry["token"] for entry in entries] == [e["token"] for e in answer["choices"][0]["logprobs"]["content"]]
     ids = [token for choice in choices(chunks) for token in choice.get("token_ids", [])]
-    assert ids == whole["choices"][0]["token_ids"]
-    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert ids == answer["choices"][0]["token_ids"]
+    assert chunks[0]["prompt_token_ids"] == answer["prompt_token_ids"]
     options = {"logprobs": 2, "echo": True, "max_tokens": 12, "temperature": 0, "prompt": f"{LICENCE} 日"}
-    whole = live.post("/v1/completions", options)[1]["choices"][0]
+    answer = live.post("/v1/completions", options)[1]["choices"][0]
     chunks = complete_chunks(live, **options)
-    assert joined(chunks) == whole["text"]
+    assert joined(chunks) == answer["text"]
     for name in ("tokens", "text_offset", "token_logprobs"):
-        parts = [each for choice in choices(chunks) for each in choice["logprobs"][name]]
-        assert parts == (pytest.approx(whole["logprobs"][name]) if "log" in name else whole["logprobs"][name])
+        parts = [entry for choice in choices(chunks) for entry in choice["logprobs"][name]]
+        assert parts == (pytest.approx(answer["logprobs"][name]) if "log" in name else answer["logprobs"][name])
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -257,12 +259,12 @@ def test_a_client_that_leaves_frees_what_it_held(live, streams, n):
 
 def of_reason(live, reason):
     lines = live.get("/metrics")[1].decode().splitlines()
-    found = [line for line in lines if "request_success_total{" in line and f'finished_reason="{reason}"' in line]
-    return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
+    matching = [line for line in lines if "request_success_total{" in line and f'finished_reason="{reason}"' in line]
+    return float(matching[0].rsplit(" ", 1)[1]) if matching else 0.0
 
 
 def test_requests_of_the_same_id_run_side_by_side_and_are_aborted_together(live):
-    """X-Request-Id names what belongs together, such as the calls of one trace; nobody is refused for it."""
+    """X-Request-Id names requests that belong together, such as the calls of one trace, and may repeat."""
     header = {"x-request-id": "one-trace"}
     with httpx.Client(base_url=live.base, headers=header, timeout=120) as client:
         body = ENDLESS | {"stream": True}

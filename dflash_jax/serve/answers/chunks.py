@@ -1,4 +1,4 @@
-"""What the chunks of a stream share: how many tokens each holds, and where its tokens came from."""
+"""The chunks of a stream: how many tokens one holds, and where its tokens came from."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class ChunkBuffer:
     """Holds back the deltas of a completion until they fill a chunk.
 
     Args:
-        least: tokens of a chunk, except for the last.
+        min_tokens: tokens of a chunk; the last may have fewer.
     """
 
-    def __init__(self, least: int):
-        self._least = least
+    def __init__(self, min_tokens: int):
+        self._min_tokens = min_tokens
         self._held: CompletionDelta | None = None
 
     def push(self, completion: CompletionDelta) -> CompletionDelta | None:
         """All that is held, this delta included, if it fills a chunk or ends the completion; else None."""
         self._held = completion if self._held is None else _joined(self._held, completion)
-        if len(self._held.token_ids) < self._least and completion.finish_reason is None:
+        if len(self._held.token_ids) < self._min_tokens and completion.finish_reason is None:
             return None
         held, self._held = self._held, None
         return held

@@ -1,4 +1,4 @@
-"""What the completions of a chat say, apart from any API's wire format: reasoning, content, tool calls and the end."""
+"""Events of a chat's completions, apart from any API's wire format: reasoning, content, tool calls and the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dflash_jax.text.tokenizer import Detokenizer, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ChatEvent:
-    """What one delta of a completion means.
+    """The meaning of one delta of a completion.
 
     Attributes:
         deltas: pieces of reasoning, content and tool calls, in the order of the text; often none, since a piece

@@ -20,7 +20,7 @@ Round = tuple[int, int]  # drafts verified, tokens emitted
 
 @dataclass(eq=False)
 class Job:
-    """What a client asked for, and what has come of it so far.
+    """The prompts that a client wants completed, and the counts of what has come so far.
 
     Clients choose `id` and `client_ids`, to correlate logs and to abort requests. They may repeat, also among requests
     that run at once: the engine knows requests by the server's own `key`.

@@ -8,7 +8,7 @@ from typing import Any
 from dflash_jax.base.values import Logprob
 from dflash_jax.text.tokenizer import Detokenizer, Tokenizer
 
-LEAST = -9999.0  # stands for minus infinity, which JSON cannot write; vLLM's value
+LOWEST = -9999.0  # stands for minus infinity, which JSON cannot write; vLLM's value
 Alternatives = dict[int, Logprob]  # of one token: itself first, then the likeliest tokens
 
 
@@ -64,7 +64,7 @@ def chat_logprobs(scores: Sequence[Alternatives], number: int, texts: TokenTexts
 
     def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
         token = texts(token_id)
-        return {"token": token, "logprob": max(logprob.logprob, LEAST), "bytes": list(token.encode())}
+        return {"token": token, "logprob": max(logprob.logprob, LOWEST), "bytes": list(token.encode())}
 
     content = []
     for alternatives in scores:
@@ -88,7 +88,7 @@ def completion_logprobs(
     chosen: list[float | None] = []
     top: list[dict[str, float] | None] = []
     for token_id, alternatives in zip(token_ids, scores, strict=True):
-        chosen.append(None if alternatives is None else max(alternatives[token_id].logprob, LEAST))
+        chosen.append(None if alternatives is None else max(alternatives[token_id].logprob, LOWEST))
         top.append(None if alternatives is None else _by_text(alternatives, texts))
     tokens = [texts(token_id) for token_id in token_ids]
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": list(offsets)}
@@ -98,7 +98,7 @@ def _by_text(alternatives: Alternatives, texts: TokenTexts) -> dict[str, float]:
     """Log-probabilities by text; where tokens have the same text, as parts of characters have, the first one counts."""
     by_text: dict[str, float] = {}
     for token_id, score in alternatives.items():
-        by_text.setdefault(texts(token_id), max(score.logprob, LEAST))
+        by_text.setdefault(texts(token_id), max(score.logprob, LOWEST))
     return by_text
 
 
@@ -109,6 +109,6 @@ def prompt_logprobs(scores: Sequence[Alternatives | None]) -> list[dict[str, Any
 
 def _by_id(alternatives: Alternatives) -> dict[str, Any]:
     return {
-        str(token_id): {"logprob": max(score.logprob, LEAST), "rank": score.rank, "decoded_token": score.decoded_token}
+        str(token_id): {"logprob": max(score.logprob, LOWEST), "rank": score.rank, "decoded_token": score.decoded_token}
         for token_id, score in alternatives.items()
     }

@@ -44,9 +44,9 @@ def encode(
         RequestError: the model has no tokenizer.
     """
     tokenizer, max_model_len = state.renderer.need_tokenizer(what), state.ready.max_model_len
-    least = tokenizer.least_tokens(text)
-    if least >= max_model_len and not is_truncated:
-        raise prompt_too_long(f"at least {least}", max_model_len)
+    lower_bound = tokenizer.least_tokens(text)
+    if lower_bound >= max_model_len and not is_truncated:
+        raise prompt_too_long(f"at least {lower_bound}", max_model_len)
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 

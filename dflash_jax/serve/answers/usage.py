@@ -1,4 +1,4 @@
-"""What a request cost, as clients read it: OpenAI's usage, vLLM's metrics, and which tokens were drafted."""
+"""The costs of a request as clients read them: OpenAI's usage, vLLM's metrics, and which tokens were drafted."""
 
 from __future__ import annotations
 

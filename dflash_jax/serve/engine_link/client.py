@@ -48,7 +48,7 @@ class EngineClient:
     """An engine process and the requests that it serves.
 
     Requests are known by the ids of their `Add`, which must differ from those of all earlier requests: then a late
-    message about a request whose client has left can reach nobody else.
+    message about a request whose client has left cannot reach another client.
 
     Args:
         start: what the process loads.
@@ -274,7 +274,7 @@ class EngineClient:
                 self._send(request)
 
     def close(self, stream: EngineStream) -> None:
-        """Abort the requests of a stream that still run: nobody reads it any more."""
+        """Abort the running requests of a stream that is read no more."""
         for request_id in stream.unfinished:
             if request_id in self._streams:
                 self.abort(request_id)

@@ -115,7 +115,7 @@ class Sent:
     is_finished: bool = False
 
     def delta(self, sequence: Sequence) -> CompletionDelta | None:
-        """What the completion has gained since the last call; None if nothing."""
+        """The completion's gain since the last call; None if there is none."""
         sequence.publish_text()
         output = sequence.output
         gained = len(output.token_ids) > self.tokens or len(output.text) > self.text
@@ -140,7 +140,7 @@ class Sent:
 
 @dataclass(eq=False)
 class Progress:
-    """What the server knows of a request.
+    """How much of a request the server has.
 
     Attributes:
         streams: whether it wants deltas while the request runs.
@@ -153,7 +153,7 @@ class Progress:
     has_prompt_logprobs: bool = False
 
     def delta(self, request: Request) -> RequestDelta | None:
-        """What the request has gained since the last call; None if there is nothing to send yet."""
+        """The request's gain since the last call; None if there is nothing to send yet."""
         request.touch()
         if not (self.streams or request.finished):
             return None

@@ -48,7 +48,7 @@ class CheckedParams(SamplingParams):
 
     @classmethod
     def of(cls, params: SamplingParams) -> CheckedParams:
-        """The same values in the type that is sent."""
+        """These parameters in the type that is sent."""
         values = _values(params)
         structure = params.structured_outputs
         if structure is not None:
@@ -110,7 +110,7 @@ class Ready(Message):
 
 
 class CompletionDelta(msgspec.Struct, array_like=True):
-    """What a completion has gained since its last delta.
+    """The gain of a completion since its last delta.
 
     Attributes:
         index: which completion of its prompt, from 0.
@@ -135,7 +135,7 @@ class CompletionDelta(msgspec.Struct, array_like=True):
 
 
 class RequestDelta(msgspec.Struct, array_like=True):
-    """What the completions of a request have gained since its last delta.
+    """The gain of a request's completions since its last delta.
 
     Attributes:
         request_id: of the `Add`.

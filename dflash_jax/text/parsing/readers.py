@@ -23,7 +23,7 @@ Reader = Callable[["CallWriter"], Reading[None]]
 
 
 class CallWriter(Protocol):
-    """What a reader reports to."""
+    """Receives what a reader reports."""
 
     def begin(self) -> None:
         """A call begins; until `done` it may prove malformed."""

@@ -1,4 +1,4 @@
-"""What hostile clients have: raw sockets, and requests put together by hand."""
+"""Tools of hostile clients: raw sockets, and requests written by hand."""
 
 import socket
 import time
@@ -18,7 +18,7 @@ def connected(server):
 
 
 def answers(connection) -> bytes:
-    """All that comes until the other end hangs up."""
+    """Read all that comes until the other end closes."""
     parts = []
     try:
         while part := connection.recv(65536):
@@ -29,19 +29,19 @@ def answers(connection) -> bytes:
 
 
 def status_of(answer: bytes) -> int:
-    """Of the first answer; 0 if the connection was closed without one."""
+    """Status of the first answer; 0 if the connection was closed without one."""
     return int(answer.split(b" ", 2)[1]) if answer else 0
 
 
 def raw(server, data: bytes) -> bytes:
-    """What comes back until the server hangs up, or has been told to."""
+    """Send data, and read all that comes until the server closes the connection."""
     with connected(server) as connection:
         connection.sendall(data)
         return answers(connection)
 
 
 def is_hung_up_on(connection, data: bytes, *, times: int, pause: float = 0) -> bool:
-    """Whether sending something over and over comes to an end by the server's hand."""
+    """Whether the server closes the connection while data is sent over and over."""
     try:
         for _ in range(times):
             connection.sendall(data)

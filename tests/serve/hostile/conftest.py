@@ -22,7 +22,7 @@ FLAGS = (
 
 @pytest.fixture(scope="package")
 def server(tmp_path_factory):
-    """A server with keys and little patience; in the end it is idle, small, and its log has no traceback."""
+    """A server with keys and short timeouts; at the end it is idle, has not grown, and has logged no traceback."""
     with serving(tmp_path_factory.mktemp("hostile"), *FLAGS) as live:
         assert live.post("/v1/completions", NORMAL | {"structured_outputs": {"regex": "[a-z]+"}}, KEYS[0])[0] == 200
         live.expected = live.post("/v1/completions", NORMAL, KEYS[0])[1]["choices"][0]["text"]
@@ -62,7 +62,7 @@ def neighbour(server):
 
 
 def streamed(server, body, key=KEYS[0]) -> str:
-    """The text of a streamed completion; anything but its chunks is told."""
+    """The text of a streamed completion, or what came in its place."""
     address = server.base.removeprefix("http://")
     connection = http.client.HTTPConnection(address, timeout=PATIENCE)
     headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}

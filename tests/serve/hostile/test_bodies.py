@@ -1,4 +1,4 @@
-"""Bodies that cannot be served, or hardly: 4xx in bounded time, side by side with a stream that goes on unharmed."""
+"""Bodies that cannot be served get a 4xx in bounded time; hard ones are served; a stream beside them goes on."""
 
 import json
 import threading
@@ -9,12 +9,12 @@ from tests.serve.hostile.attack import HELLO, KEYS, NORMAL, PATIENCE, raw, refus
 
 
 def nested_schema(depth: int) -> str:
-    """Of objects in objects, as text: Python's own writer would not go so deep."""
+    """A schema of nested objects, as text, since Python's own writer does not go so deep."""
     return '{"type":"object","properties":{"a":' * depth + '{"type":"string"}' + "}}" * depth
 
 
 def chain(rule: str, length: int) -> str:
-    """A grammar whose rules refer each to the next."""
+    """A grammar in which each rule refers to the next."""
     name = rule[0]
     return "\n".join([f"start: {name}0", *(rule.format(i, i + 1) for i in range(length)), f'{name}{length}: "b"'])
 

@@ -1,4 +1,4 @@
-"""What is wrong, slow, endless or no HTTP at all, side by side with a stream that goes on unharmed."""
+"""HTTP that is wrong, slow or endless, and bytes that are not HTTP; a stream beside them goes on unharmed."""
 
 import json
 import threading
@@ -78,7 +78,7 @@ def test_a_slow_body(server):
 
 
 def test_a_slow_body_of_a_get(server):
-    """It is answered before its body is there, and hung up on when that does not come."""
+    """It is answered before its body has come, and its connection is closed if the body does not come."""
     with connected(server) as connection:
         connection.sendall(request(method=b"GET", path=b"/v1/models").replace(b"close", b"keep-alive")[:-2])
         connection.sendall(b"content-length: 100000\r\n\r\n")
@@ -231,17 +231,17 @@ def test_wrong_methods_and_paths(server, method, path, status):
 
 
 def test_clients_that_hang_up(server):
-    """At any point of a request; nothing is left of them."""
-    whole = request(json.dumps(NORMAL | {"max_tokens": 2000, "ignore_eos": True, "stream": True}).encode())
-    for end in (1, 20, len(whole) - 40, len(whole)):
+    """Clients may leave at any point of a request, and nothing is left of them."""
+    complete = request(json.dumps(NORMAL | {"max_tokens": 2000, "ignore_eos": True, "stream": True}).encode())
+    for end in (1, 20, len(complete) - 40, len(complete)):
         for _ in range(5):
             with connected(server) as connection:
-                connection.sendall(whole[:end])
+                connection.sendall(complete[:end])
 
 
 @pytest.mark.parametrize("kind", [b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data"])
 def test_chunks_of_what_is_no_json(server, kind):
-    """A body without a declared size is a body all the same."""
+    """A body without a declared size has to be JSON too."""
     body = json.dumps(HELLO).encode()
     chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     head = request(headers=[b"transfer-encoding: chunked"])

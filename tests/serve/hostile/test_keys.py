@@ -1,4 +1,4 @@
-"""Nothing goes without a key, however the path or the header is written."""
+"""Nothing is served without a key, however the path or the header is written."""
 
 import json
 
@@ -39,6 +39,6 @@ def test_every_key_lets_in(server):
 
 
 def test_bytes_that_are_no_text_in_headers(server):
-    """They are nobody's business, and break nothing."""
+    """They are ignored and break nothing."""
     headers = [b"x-request-id: \xff\xfe\x80", b"user-agent: \xf0\x28", b"cookie: \xff"]
     assert status_of(raw(server, request(json.dumps(NORMAL).encode(), headers=headers))) == 200

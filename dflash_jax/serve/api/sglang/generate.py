@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from dflash_jax.base.values import Logprob
 from dflash_jax.serve.answers.jobs import Job, follow, without_keepalives
-from dflash_jax.serve.answers.logprobs import LEAST
+from dflash_jax.serve.answers.logprobs import LOWEST
 from dflash_jax.serve.answers.requests import encode
 from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.answers.usage import speculation_of
@@ -151,4 +151,4 @@ def _chosen(alternatives: dict[int, Logprob]) -> tuple[float, int, str | None]:
 
 def _top(alternatives: dict[int, Logprob]) -> list[tuple[float, int, str | None]]:
     """(logprob, id, text) of each alternative of a token, the token itself first."""
-    return [(max(score.logprob, LEAST), token_id, score.decoded_token) for token_id, score in alternatives.items()]
+    return [(max(score.logprob, LOWEST), token_id, score.decoded_token) for token_id, score in alternatives.items()]
