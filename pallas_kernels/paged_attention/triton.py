@@ -148,8 +148,7 @@ def _attend(
     inputs, and one more program after those of the splits has the fresh tokens, which the others do not see.
     """
     T, H, group, block = args.q.shape[1], args.q.shape[-1], args.group, config.block
-    split, b = pl.program_id(0), pl.program_id(2)
-    blocks = pl.cdiv(T * group, block)
+    split, b, blocks = pl.program_id(0), pl.program_id(2), pl.cdiv(T * group, block)
     head, row_block = pl.program_id(1) // blocks, pl.program_id(1) % blocks
     length, tokens, lowest = kv_length[b], q_length[b], valid_from[b]
 
