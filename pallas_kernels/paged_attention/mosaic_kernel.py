@@ -34,23 +34,7 @@ def attend(
             plgpu.barrier_arrive(s["free"])
 
         def step(n: Any, work: Work) -> None:
-            head = work.place.head
-            scales = scores_scale[head], v_scale[head]  # loaded early, since the latency is long
-            plgpu.barrier_wait(s["q_full"])
-            if config.wide:
-                plgpu.barrier_wait(s["q_ready"])
-            column = plgpu.Layout.WGMMA.reduce(1)
-            low, high, real = (_compat.smem_load(s["bounds_s"].at[i], column) for i in range(3))
-            sums = _merge(_consume(work, me, (low, high), scales[0], s), me, config, s)
-            if config.splits == 1:
-                _write_result(sums, real, scales[1], work, me, outputs[0], s)
-            else:
-                _write_sums(sums, work, me, outputs, s)
-            late = (work.turns(me) == 0) | (not _held(config, k_pages.shape[3]))
-            pl.when(late)(lambda: plgpu.barrier_arrive(s["q_empty"]))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if config.consumers > 1:
-                plgpu.barrier_arrive(s["free"])
+            _attend_item(work, me, (scores_scale, v_scale), outputs, s)
 
         for_items(cta, block_bounds, shape, step)
 
@@ -72,22 +56,50 @@ def attend(
         plgpu.set_max_registers(producer, action="decrease")
 
         def step(n: Any, work: Work) -> None:
-            b, block = work.place.b, work.place.block
-            likely = page_table[b, 0]  # loaded before the number of the first page is known, since the latency is long
-
-            @pl.when(n > 0)
-            def _():
-                plgpu.barrier_wait(s["q_empty"])
-
-            for rows, tokens, n_head, _ in work.place.pieces():
-                source = q.at[b, tokens, pl.ds(n_head * k_pages.shape[3], k_pages.shape[3])]
-                plgpu.copy_gmem_to_smem(source, s["rows_s" if config.wide else "q_s"].at[rows], s["q_full"])
-            plgpu.copy_gmem_to_smem(row_bounds.at[b, block], s["bounds_s"], s["q_full"])
-            is_other = (work.first > 0) & (work.count > 0)
-            page = lax.cond(is_other, lambda: page_table[b, work.first], lambda: likely)
-            _produce(work, page, page_table.at[b], k_pages, v_pages, s)
+            _fetch_item(n, work, row_bounds, page_table, (q, k_pages, v_pages), s)
 
         for_items(cta, block_bounds, shape, step)
+
+
+def _attend_item(work: Work, me: Any, scales: tuple[Any, Any], outputs: Any, s: dict[str, Any]) -> None:
+    """A consumer's part of an item; ``scales`` are references to those of products and of values."""
+    config, head = work.shape.config, work.place.head
+    scores_scale, v_scale = scales[0][head], scales[1][head]  # loaded early, since the latency is long
+    plgpu.barrier_wait(s["q_full"])
+    if config.wide:
+        plgpu.barrier_wait(s["q_ready"])
+    column = plgpu.Layout.WGMMA.reduce(1)
+    low, high, exists = (_compat.smem_load(s["bounds_s"].at[i], column) for i in range(3))
+    sums = _merge(_consume(work, me, (low, high), scores_scale, s), me, config, s)
+    if config.splits == 1:
+        _write_result(sums, exists, v_scale, work, me, outputs[0], s)
+    else:
+        _write_sums(sums, work, me, outputs, s)
+    is_late = (work.turns(me) == 0) | (not _held(config, s["k_s"].shape[2]))
+    pl.when(is_late)(lambda: plgpu.barrier_arrive(s["q_empty"]))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if config.consumers > 1:
+        plgpu.barrier_arrive(s["free"])
+
+
+def _fetch_item(
+    n: Any, work: Work, row_bounds: Any, page_table: Any, arrays: tuple[Any, Any, Any], s: dict[str, Any]
+) -> None:
+    """The producer's part of item ``n`` of a CTA: queries, bounds and pages; ``arrays`` are q, k_pages and v_pages."""
+    (q, k_pages, v_pages), b, block = arrays, work.place.b, work.place.block
+    likely = page_table[b, 0]  # loaded before the number of the first page is known, since the latency is long
+
+    @pl.when(n > 0)
+    def _():
+        plgpu.barrier_wait(s["q_empty"])
+
+    for rows, tokens, n_head, _ in work.place.pieces():
+        source = q.at[b, tokens, pl.ds(n_head * k_pages.shape[3], k_pages.shape[3])]
+        plgpu.copy_gmem_to_smem(source, s["rows_s" if work.shape.config.wide else "q_s"].at[rows], s["q_full"])
+    plgpu.copy_gmem_to_smem(row_bounds.at[b, block], s["bounds_s"], s["q_full"])
+    is_other = (work.first > 0) & (work.count > 0)
+    page = lax.cond(is_other, lambda: page_table[b, work.first], lambda: likely)
+    _produce(work, page, page_table.at[b], k_pages, v_pages, s)
 
 
 def _registers(config: Config) -> tuple[int, int, int]:
@@ -293,17 +305,19 @@ def _merge(sums: _Sums, me: Any, config: Config, s: dict[str, Any]) -> _Sums:
     return acc, new, total * shrink + other_total * other_shrink
 
 
-def _write_result(sums: _Sums, real: jax.Array, v_scale: Any, work: Work, me: Any, out: Any, s: dict[str, Any]) -> None:
+def _write_result(
+    sums: _Sums, exists: jax.Array, v_scale: Any, work: Work, me: Any, out: Any, s: dict[str, Any]
+) -> None:
     """Normalise the weighted values of all keys and write them, with zeros for rows that are no token's."""
     acc, _, total = sums
     width, place = acc.shape[1], work.place
     factor = v_scale / jnp.where(total > 0, total, jnp.ones_like(total))
-    values = jnp.where(across(real, width) > 0, acc * across(factor, width), jnp.zeros_like(acc))
+    values = jnp.where(across(exists, width) > 0, acc * across(factor, width), jnp.zeros_like(acc))
     s["out_s"].at[me][...] = values.astype(s["out_s"].dtype)
     plgpu.commit_smem()
-    for rows, tokens, n, exists in place.pieces():
+    for rows, tokens, n, is_head in place.pieces():
         columns = pl.ds((n * work.shape.config.consumers + me) * width, width)
-        plgpu.copy_smem_to_gmem(s["out_s"].at[me, rows], out.at[place.b, tokens, columns], predicate=exists)
+        plgpu.copy_smem_to_gmem(s["out_s"].at[me, rows], out.at[place.b, tokens, columns], predicate=is_head)
 
 
 def _write_sums(sums: _Sums, work: Work, me: Any, outputs: Any, s: dict[str, Any]) -> None:

@@ -142,6 +142,18 @@ class _Work:
         """Half-open range of steps; step i has the positions from i * keys on."""
         return page_range(self.low, self.high, self.keys)
 
+    def plain_steps(self, args: Arguments, token: Any, first: Any, count: Any) -> tuple[Any, Any]:
+        """Half-open range of the steps that need no mask, of ``count`` steps from ``first``, and counted from there.
+
+        The rows are those of tokens from ``token`` on. A step multiplies the values of the step before it, so unmasked
+        steps begin one later.
+        """
+        last_low, _ = key_range(args, *self.lengths, token + ROWS - 1, token + ROWS - 1)
+        _, first_high = key_range(args, *self.lengths, token, token)
+        stop = jnp.maximum(count, 1)
+        plain_from = jnp.clip(pl.cdiv(last_low, self.keys) - first + 1, 1, stop)
+        return plain_from, jnp.clip(lax.div(first_high, self.keys) - first, plain_from, stop)
+
     def clear_unseen(self, values: Any, step: Any) -> None:
         """Zero the values of a step that no row sees: they may be NaN, and 0 * NaN is NaN.
 
@@ -294,12 +306,7 @@ def _consume(work: _Work, me: Any, token: Any, scores_scale: Any, args: Argument
         plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), column),
     )
     count = end - first
-    last_low, _ = key_range(args, *work.lengths, token + ROWS - 1, token + ROWS - 1)
-    _, first_high = key_range(args, *work.lengths, token, token)
-    end_step = jnp.maximum(count, 1)
-    # A step multiplies the values of the step before it, so unmasked steps begin one later.
-    plain_from = jnp.clip(pl.cdiv(last_low, keys) - first + 1, 1, end_step)
-    plain_to = jnp.clip(lax.div(first_high, keys) - first, plain_from, end_step)
+    plain_from, plain_to = work.plain_steps(args, token, first, count)
     carry = lax.fori_loop(0, jnp.minimum(count, 1), begin, (no_scores.astype(s["v_s"].dtype), sums))
     for start, stop, masked in ((1, plain_from, True), (plain_from, plain_to, False), (plain_to, count, True)):
         carry = lax.fori_loop(start, stop, functools.partial(step, masked=masked), carry)

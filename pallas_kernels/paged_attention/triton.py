@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import _compat
 from pallas_kernels.lib.masks import visible
 from pallas_kernels.paged_attention import fresh
-from pallas_kernels.paged_attention.arguments import Arguments, key_range, operand, page_range
+from pallas_kernels.paged_attention.arguments import Arguments, Fresh, key_range, operand, page_range
 from pallas_kernels.paged_attention.combine import combine
 from pallas_kernels.paged_attention.splits import best_splits
 
@@ -147,14 +147,13 @@ def _attend(
     ``q`` are queries, or fresh heads and the scales of keys. With fresh heads the pools are outputs too, aliases of the
     inputs, and one more program after those of the splits has the fresh tokens, which the others do not see.
     """
-    T, S, H, group, block = args.q.shape[1], args.page_size, args.q.shape[-1], args.group, config.block
-    split, b = pl.program_id(0), pl.program_id(2)
-    blocks = pl.cdiv(T * group, block)
+    T, H, group, block = args.q.shape[1], args.q.shape[-1], args.group, config.block
+    split, b, blocks = pl.program_id(0), pl.program_id(2), pl.cdiv(T * group, block)
     head, row_block = pl.program_id(1) // blocks, pl.program_id(1) % blocks
     length, tokens, lowest = kv_length[b], q_length[b], valid_from[b]
 
     row = row_block * block + jnp.arange(block, dtype=jnp.int32)
-    token, member, rows = row // group, row % group, pl.ds(row_block * block, block)
+    token, member, numbers = row // group, row % group, pl.ds(row_block * block, block)
     low, high = key_range(
         args, length, tokens, lowest, row_block * block // group, (row_block * block + block - 1) // group
     )
@@ -166,43 +165,20 @@ def _attend(
         queries = fresh.queries(q[0], (b, head), token, member)
         high = jnp.minimum(high, length - tokens)
     queries = [operand(part, args.compute_dtype) for part in queries]
-    width = H // len(queries)
-    first, last = _share(*page_range(low, high, S), split, config.splits)
-
-    def base_2_logits(keys: list[jax.Array], position: jax.Array, exists: jax.Array) -> jax.Array:
-        products = [pltriton.dot(part, k.T) for part, k in zip(queries, keys, strict=True)]
-        seen = visible(length - tokens + token, position, mask=args.mask, window=args.window)
-        return jnp.where(seen & exists[None, :] & valid, sum(products) * factor, -jnp.inf)
+    first, last = _share(*page_range(low, high, args.page_size), split, config.splits)
+    zeros = jnp.zeros((block,), jnp.float32)
+    rows = _Rows(args, queries, token, valid, length, tokens, factor, zeros)
 
     def write_sums(acc: list[jax.Array], highest: jax.Array, total: jax.Array) -> None:
         """Write the sums of a split; ``acc`` comes as parts of the columns, side by side."""
         for i, part in enumerate(acc):
-            outputs[0][b, head, split, rows, pl.ds(i * part.shape[1], part.shape[1])] = part
-        outputs[1][b, head, split, rows] = highest
-        outputs[2][b, head, split, rows] = total
-
-    zeros = jnp.zeros((block,), jnp.float32)
+            outputs[0][b, head, split, numbers, pl.ds(i * part.shape[1], part.shape[1])] = part
+        outputs[1][b, head, split, numbers] = highest
+        outputs[2][b, head, split, numbers] = total
 
     @pl.when((last > first) | (len(outputs) == 1))
     def _():
-        def step(page: Any, carry: Any) -> Any:
-            acc, highest, total = carry
-            number = page_table[b, page]
-            position = page * S + jnp.arange(S, dtype=jnp.int32)
-            inside = (position >= low) & (position < high)
-            keys = [k_pages[number, head, :, pl.ds(i * width, width)] for i in range(len(queries))]
-            scores = base_2_logits([k.astype(args.compute_dtype) for k in keys], position, inside)
-            new = jnp.maximum(highest, scores.max(1))
-            weights = jnp.exp2(scores - new[:, None])
-            shrink = jnp.exp2(highest - new)
-            # Values outside the visible range load as zeros: they may be NaN, and 0 * NaN is NaN.
-            values = pltriton.load(v_pages.at[number, head], mask=inside[:, None], other=0.0)
-            values = values.astype(args.compute_dtype)
-            acc = acc * shrink[:, None] + pltriton.dot(weights.astype(args.compute_dtype), values)
-            return acc, new, total * shrink + weights.sum(1)
-
-        start = (jnp.zeros((block, H), jnp.float32), zeros + _LOWEST, zeros)
-        acc, highest, total = lax.fori_loop(first, last, step, start)
+        acc, highest, total = rows.over_pages((k_pages, v_pages), (b, head), page_table, (first, last), (low, high))
         if len(outputs) > 1:
             write_sums([acc], highest, total)
         else:
@@ -214,26 +190,97 @@ def _attend(
 
         @pl.when((last <= first) & (split < config.splits))
         def _():  # an empty split writes no values: its total of 0 says that there are none
-            outputs[1][b, head, split, rows] = zeros + _LOWEST
-            outputs[2][b, head, split, rows] = zeros
+            outputs[1][b, head, split, numbers] = zeros + _LOWEST
+            outputs[2][b, head, split, numbers] = zeros
 
     if args.fresh is not None:
 
         @pl.when(split == config.splits)
         def attend_to_fresh():
-            number = jnp.arange(fresh.rows(T), dtype=jnp.int32)
-            scales = q[1][head], v_scale[head]
-            k, v = fresh.stored(q[0], (b, head), number, (k_pages, v_pages), scales)
-            keys = [half.astype(args.compute_dtype) for half in k]
-            scores = base_2_logits(keys, length - tokens + number, number < tokens)
-            highest = jnp.maximum(scores.max(1), _LOWEST)
-            weights = jnp.exp2(scores - highest[:, None])
-            exists = (number < tokens)[:, None]
-            values = [
-                jnp.where(exists, half.astype(args.compute_dtype), jnp.zeros((), args.compute_dtype)) for half in v
-            ]
-            acc = [pltriton.dot(weights.astype(args.compute_dtype), half) for half in values]
-            write_sums(acc, highest, weights.sum(1))
+            write_sums(*rows.over_fresh(q[0], (b, head), (k_pages, v_pages), (q[1], v_scale)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """The query rows of a program inside the kernel, and their attention.
+
+    Attributes:
+        args: of the call.
+        queries: in the dtype of the products; all columns, or two halves.
+        token: of each row, counted within the call.
+        valid: whether a row is a token's, [block, 1].
+        length: kv_length of the sequence.
+        tokens: q_length of the sequence.
+        factor: makes products base-2 logits.
+        zeros: float32, one a row.
+    """
+
+    args: Arguments
+    queries: list[jax.Array]
+    token: jax.Array
+    valid: jax.Array
+    length: Any
+    tokens: Any
+    factor: Any
+    zeros: jax.Array
+
+    def logits(self, keys: list[jax.Array], position: jax.Array, exists: jax.Array) -> jax.Array:
+        """Base-2 logits [block, keys], -inf where a row does not see a key; ``keys`` are cut like the queries."""
+        products = [pltriton.dot(part, k.T) for part, k in zip(self.queries, keys, strict=True)]
+        query_position = self.length - self.tokens + self.token
+        seen = visible(query_position, position, mask=self.args.mask, window=self.args.window)
+        return jnp.where(seen & exists[None, :] & self.valid, sum(products) * self.factor, -jnp.inf)
+
+    def over_pages(
+        self, pools: tuple[Any, Any], program: tuple[Any, Any], page_table: Any, pages: tuple[Any, Any],
+        positions: tuple[Any, Any],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+        """The online softmax over a half-open range of pages, of which a half-open range of positions counts.
+
+        Returns:
+            Sums of weighted values [block, H], unnormalised; the maximum of each row's logits; the sums of its weights.
+        """
+        (k_pages, v_pages), (b, head), (low, high) = pools, program, positions
+        S, (block, width), dtype = self.args.page_size, self.queries[0].shape, self.args.compute_dtype
+
+        def step(page: Any, carry: Any) -> Any:
+            acc, highest, total = carry
+            number = page_table[b, page]
+            position = page * S + jnp.arange(S, dtype=jnp.int32)
+            inside = (position >= low) & (position < high)
+            keys = [k_pages[number, head, :, pl.ds(i * width, width)] for i in range(len(self.queries))]
+            scores = self.logits([k.astype(dtype) for k in keys], position, inside)
+            new = jnp.maximum(highest, scores.max(1))
+            weights = jnp.exp2(scores - new[:, None])
+            shrink = jnp.exp2(highest - new)
+            # Values outside the visible range load as zeros: they may be NaN, and 0 * NaN is NaN.
+            values = pltriton.load(v_pages.at[number, head], mask=inside[:, None], other=0.0)
+            values = values.astype(dtype)
+            acc = acc * shrink[:, None] + pltriton.dot(weights.astype(dtype), values)
+            return acc, new, total * shrink + weights.sum(1)
+
+        start = (jnp.zeros((block, self.args.q.shape[-1]), jnp.float32), self.zeros + _LOWEST, self.zeros)
+        sums: tuple[jax.Array, jax.Array, jax.Array] = lax.fori_loop(*pages, step, start)
+        return sums
+
+    def over_fresh(
+        self, heads: Fresh, program: tuple[Any, Any], pools: tuple[Any, Any], scales: tuple[Any, Any]
+    ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+        """Write the fresh tokens' keys and values to the pools, and attend to them; results as of ``over_pages``.
+
+        The sums of weighted values come in two halves of the columns. ``scales`` are references to those of keys and
+        values.
+        """
+        dtype = self.args.compute_dtype
+        number = jnp.arange(fresh.rows(self.args.q.shape[1]), dtype=jnp.int32)
+        k, v = fresh.stored(heads, program, number, pools, (scales[0][program[1]], scales[1][program[1]]))
+        position = self.length - self.tokens + number
+        scores = self.logits([half.astype(dtype) for half in k], position, number < self.tokens)
+        highest = jnp.maximum(scores.max(1), _LOWEST)
+        weights = jnp.exp2(scores - highest[:, None])
+        exists = (number < self.tokens)[:, None]
+        values = [jnp.where(exists, half.astype(dtype), jnp.zeros((), dtype)) for half in v]
+        return [pltriton.dot(weights.astype(dtype), half) for half in values], highest, weights.sum(1)
 
 
 def _share(first: Any, last: Any, split: Any, splits: int) -> tuple[Any, Any]:

@@ -70,7 +70,7 @@ class Call:
 
 
 def sees(geometry: Geometry, query: int, key: int) -> bool:
-    """The mask in words of one pair of positions, written apart from ``pallas_kernels.visible``."""
+    """The mask for one pair of positions, written independently of ``pallas_kernels.visible``."""
     if geometry.mask == "causal" and key > query:
         return False
     return geometry.window is None or abs(query - key) < geometry.window
@@ -166,14 +166,14 @@ def error(found: Any, expected: Any) -> float:
 def operands(
     tokens: tuple[int, ...], shape: tuple[int, ...], dtype: Any = BF16, seed: int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens [*tokens, D] and a weight of that shape, D last, whose products are of the size of 1."""
+    """Tokens [*tokens, D] and a weight of that shape, D last, whose products have a deviation of 1."""
     rng = np.random.default_rng(seed)
     x, weight = (rng.standard_normal(s, np.float32) for s in ((*tokens, shape[-1]), shape))
     return jnp.asarray(x, dtype), jnp.asarray(weight / shape[-1] ** 0.5, dtype)
 
 
 def shapes(tokens: tuple[int, ...], shape: tuple[int, ...], dtype: Any = BF16) -> tuple[Any, Any]:
-    """Of ``operands``."""
+    """Shapes and dtypes of ``operands``."""
     return jax.ShapeDtypeStruct((*tokens, shape[-1]), dtype), jax.ShapeDtypeStruct(shape, dtype)
 
 

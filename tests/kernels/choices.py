@@ -100,7 +100,7 @@ UNINTERPRETED = ("split_product", "largest_product", "all_reduce")  # which have
 
 
 def chosen(name: str, card: Card, call: tuple[Any, ...]) -> str:
-    """What serves a call; for `split_product` into how many parts it is cut."""
+    """Name of the implementation that serves a call; for `split_product`, the number of its parts."""
     capability = card.compute_capability
     interpret = card.name == INTERPRETER and name not in UNINTERPRETED
     device = Device("cpu") if capability is None else Device("cuda", capability)
@@ -122,7 +122,7 @@ def shape(*dimensions: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
 
 
 def calls() -> Iterator[tuple[str, str, list[tuple[Any, ...]]]]:
-    """Operation, what its calls have in common, and the calls."""
+    """Name of an operation, what some calls of it have in common, and these calls."""
     for dtype, result in ((BF16, BF16), (BF16, F32), (F16, F16), (F32, F32), (E4M3, BF16), (E4M3, F32), (E4M3, E4M3)):
         for weight in _PRODUCTS:
             of = f"{_name(dtype)} {weight[0]}x{weight[1]} to {_name(result)}"
@@ -181,7 +181,11 @@ def _attention(B: int, heads: tuple[int, int, int], dtype: Any, S: int = 64, q: 
 
 
 def lines() -> Iterator[str]:
-    """The table: one line where a device has one answer, else none for calls that get what a CPU gives them."""
+    """The lines of the table.
+
+    A device with one answer for all calls of an operation has one line; otherwise calls that get the same as on a CPU
+    have none.
+    """
     every = list(calls())
     for operation in dict.fromkeys(operation for operation, _, _ in every):
         groups = [(of, group) for name, of, group in every if name == operation]

@@ -40,7 +40,7 @@ def run(request):
 
 
 def operands(shape, *dtypes, seed=0):
-    """x and y of a shape, and a weight."""
+    """x and y of one shape, and a weight."""
     rng = np.random.default_rng(seed)
     shapes = (shape, shape, shape[-1:])
     return [np.asarray(0.15 * rng.standard_normal(s), d) for s, d in zip(shapes, dtypes, strict=True)]
@@ -56,7 +56,7 @@ def expected(x, y, weight):
 
 
 def assert_same(found, wanted):
-    """Sums bit for bit, and norms but for the order in which squares were summed."""
+    """Sums must match bit for bit, norms except for the order in which squares were summed."""
     (total, normed), (wanted_total, wanted_normed) = map(np.asarray, found), wanted
     assert (total.dtype, normed.dtype) == (wanted_total.dtype, wanted_normed.dtype)
     np.testing.assert_array_equal(total, wanted_total)
@@ -257,7 +257,7 @@ def test_layers_on_a_mesh_say_what_they_say_without_one(monkeypatch, model, devi
 
 
 def kernels_of(jaxpr, sharded=False):
-    """Of each kernel of a program: whether it stands in a shard_map."""
+    """For each kernel of a program, whether it is inside a shard_map."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
             yield sharded
@@ -269,7 +269,7 @@ def kernels_of(jaxpr, sharded=False):
 
 @pytest.mark.parametrize("devices", [None, 1, 4])
 def test_layers_run_two_kernels_each_on_a_mesh_alone(monkeypatch, model, devices):
-    """On a GPU. Training needs plain operations; and of several, XLA could not split a kernel outside a shard_map."""
+    """Training (no mesh) needs plain operations; over several GPUs XLA could not split a kernel outside a shard_map."""
     config, params = model
     monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
     traced = jax.jit(functools.partial(forward, config, devices and mesh_of(devices))).trace(params)

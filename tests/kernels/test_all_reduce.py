@@ -65,14 +65,14 @@ def run(with_norm, implementation, *operands):
 
 
 def copies(array):
-    """What each device has of an array that all have whole."""
+    """Each device's copy of a replicated array."""
     found = [np.asarray(shard.data.astype(F32)) for shard in array.addressable_shards]
     assert len(found) == DEVICES
     return found
 
 
 def assert_sum(found, y, dtype):
-    """On every device the same, and the sum."""
+    """Every device has the same bits, and they are the sum."""
     each = copies(found)
     assert all((other.view(np.uint32) == each[0].view(np.uint32)).all() for other in each)
     exact = np.asarray(y.astype(F32), np.float64).sum(axis=0)
@@ -109,7 +109,7 @@ def test_sum_is_added_and_normed(implementation, dtype, rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [16, 64])
 def test_every_number_arrives(rows):
-    """Also the NaN whose bits stand for an empty mailbox, infinities and zeros of both signs."""
+    """The NaN whose bits mark an empty mailbox, infinities and zeros of both signs arrive too."""
     bits = np.zeros((DEVICES, 1, rows, 512), np.uint16)
     bits[0] = np.random.default_rng(0).integers(0, 1 << 16, bits.shape[1:], np.uint16)
     bits[0, :, :4] = 0xFFFF

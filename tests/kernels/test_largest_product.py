@@ -1,4 +1,4 @@
-"""Every implementation of the likeliest token of a head that this machine has, against numpy."""
+"""Every implementation of the argmax of a head's logits that this machine has, against numpy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def operands(tokens, rows, width, dtype, seed=0):
 
 
 def products(x, weight, scales):
-    """In float64, of numbers as they are."""
+    """Products in float64 of the rounded inputs."""
     wide = [np.asarray(array.astype(F32)).astype(np.float64) for array in (x, weight)]
     found = np.einsum("...d,vd->...v", *wide)
     return found if scales is None else found * np.asarray(scales, np.float64)
@@ -67,7 +67,7 @@ def test_largest(implementation, tokens, rows, dtype):
 @pytest.mark.parametrize("tile", [FEW, *TILES], ids=lambda tile: f"{tile.rows}x{tile.columns}")
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=lambda d: jnp.dtype(d).name)
 def test_every_tile_of_the_kernel(tile, dtype):
-    """So many that each CTA has several, of several blocks of tokens, the last ones not full."""
+    """So many tiles that each CTA has several, from several blocks of tokens, the last ones not full."""
     arguments = operands((300,), 70_008, 1024, dtype)
     check(mosaic.largest_product(*arguments, tile=tile), *arguments)
 

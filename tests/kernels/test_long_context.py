@@ -33,7 +33,7 @@ def test_longest_context(implementation, dtype, mask):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("implementation", ["triton", "mosaic"])
 def test_pages_at_both_ends_of_a_large_pool(implementation, dtype):
-    """A pool that layers share is larger than 32 bits can address: all that is asked of it happens where it should."""
+    """A pool that layers share is larger than 32 bits can address; reads and writes still reach the right pages."""
     far_apart(implementation, dtype, pages=-(-LARGE // (K * PAGE * H * jnp.dtype(dtype).itemsize)))
 
 

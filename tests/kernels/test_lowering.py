@@ -62,7 +62,7 @@ def test_attention_lowers(implementation, shape, dtype):
 
 
 def write_arguments(shape, group, dtype, norms=True, rotary=True, scales=False):
-    """Of a page write of [B, T] tokens into pools of 8 kv heads."""
+    """Arguments of a page write of [B, T] tokens into pools of 8 kv heads."""
     struct = jax.ShapeDtypeStruct
     _, pool, _, _, _ = arguments(1, 32, 8, 128, dtype)
     table, weight = struct((*shape, 64), jnp.float32), struct((128,), BF16) if norms else None

@@ -89,7 +89,7 @@ def test_matches_brute_force(geometry, attend):
     ids=str,
 )
 def test_mosaic_programs_go_on_to_other_sequences(geometry, splits, monkeypatch):
-    """As on a device with five multiprocessors: each has several sequences, some of them without keys."""
+    """A device with five multiprocessors gives each CTA several sequences, some of them without keys."""
     monkeypatch.setattr(_compat, "sm_count", lambda: 5)
     lengths = [190, 0, 1, 64, 65, 130, 192]
     idle = [0, 0, 0, 0, 65, 20, 0]  # of the keys of one sequence none is valid
@@ -105,7 +105,7 @@ def test_mosaic_programs_go_on_to_other_sequences(geometry, splits, monkeypatch)
 @pytest.mark.parametrize("mask", ["causal", "block"])
 @pytest.mark.parametrize("S", [16, 64])
 def test_every_border_length(attend, mask, dtype, S):
-    """0, 1, page-1, page, page+1, full: one sequence each, so that no length rides on another's."""
+    """0, 1, page-1, page, page+1, full: one sequence each, so that no length depends on another's."""
     lengths = [0, 1, S - 1, S, S + 1, 2 * S + 1, 3 * S]
     geometry = Geometry(B=7, T=2, N=4, K=2, S=S, M=3, mask=mask, dtype=dtype)
     call = random_call(geometry, 0, lengths, [min(2, n) for n in lengths])

@@ -51,7 +51,7 @@ def test_a_token_breaks_no_other(tokens):
 
 @pytest.mark.gpu
 def test_programs_go_on_to_other_tiles(monkeypatch):
-    """As on a device with five multiprocessors, where inputs are not split."""
+    """A device with five multiprocessors gives each CTA several tiles, and splits no inputs."""
     monkeypatch.setattr(mosaic._compat, "sm_count", lambda: 5)
     for tokens in (40, 90):  # other calls than those that are compiled for the whole device
         x, weight = operands((tokens,), (4096, 1024), BF16)
@@ -75,7 +75,7 @@ def test_every_program_of_qwen3_8b_has_one_tile(tokens, shape):
 @pytest.mark.parametrize("tokens", [(4, 16), (8, 16), (13,), (200,)], ids=str)
 @pytest.mark.parametrize("shape", [(4096, 4096), (5040, 2176), (10240, 1024), (33792, 512)], ids=str)
 def test_lowers(tokens, shape, dtype, out):
-    """What a multiprocessor has no room for would be refused here; a ring of one step would wait for itself."""
+    """Lowering refuses what a multiprocessor has no room for; a ring of one step would wait for itself."""
     given = shapes(tokens, shape, dtype)
     assert mosaic.best_plan(*given, out).tile.stages > 1
     assert "mosaic_gpu" in cuda_lowering(functools.partial(mosaic.product, dtype=out), *given)

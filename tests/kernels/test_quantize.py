@@ -27,7 +27,7 @@ def run(function, implementation, *arguments):
 
 
 def numbers(shape, seed=0):
-    """Rows of very different size."""
+    """Rows of very different magnitude."""
     rng = np.random.default_rng(seed)
     sizes = 10.0 ** rng.uniform(-3, 3, (*shape[:-1], 1))
     return (sizes * rng.standard_normal(shape)).astype(np.float32)
@@ -39,7 +39,7 @@ def quantized(wide):
 
 
 def assert_same(found, wanted):
-    """But for numbers halfway between two of e4m3, which arithmetic of another order rounds to the other."""
+    """Equal, except for numbers halfway between two of e4m3, which another order of operations rounds otherwise."""
     (values, scales), (wanted_values, wanted_scales) = (list(map(np.asarray, pair)) for pair in (found, wanted))
     assert (values.dtype, scales.dtype) == (wanted_values.dtype, np.float32)
     np.testing.assert_allclose(scales, wanted_scales, rtol=2e-6)
@@ -120,7 +120,7 @@ def test_wrong_arguments_are_named():
 
 
 def test_an_mlp_hands_on_quantised_units():
-    """As a drafter on one device has it: no less exact than through the units in bfloat16."""
+    """An fp8 MLP, as a drafter on one device has it, is no less exact than one with hidden units in bfloat16."""
     rng = np.random.default_rng(2)
     weight = jnp.asarray(rng.standard_normal((1, 2, 48, 64)), F32)
     x = jnp.asarray(rng.standard_normal((2, 3, 64)), BF16)

@@ -1,4 +1,4 @@
-"""The registry: choices are those of the frozen table, refusals are logged once, and nothing is imported in vain."""
+"""The registry: choices are those of the frozen table, refusals are logged once, and CPUs import no backend of GPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEW, SOME, MANY = (  # tokens of a product with 32 MiB: Triton's, Mosaic's and X
 
 @pytest.fixture
 def logged(caplog):
-    """Level and message of what the registry logs, from a clean memory on."""
+    """Level and message of each record that the registry logs in this test."""
     registry._log_once.cache_clear()
     caplog.set_level(logging.DEBUG, "pallas_kernels")
     return lambda: [(record.levelname, record.getMessage()) for record in caplog.records]
@@ -82,7 +82,7 @@ def test_a_refusal_says_what_is_there_and_what_is_needed():
 
 
 def test_a_pool_that_triton_refuses_is_a_warning_once(monkeypatch, logged):
-    """Such a pool fell to the reference, many times slower, and nobody was told."""
+    """The reference, many times slower, once took such a pool without a word."""
     on(monkeypatch, H100)
     pool = shape(40000, 8, 64, 128, dtype=E4M3)
     for _ in range(2):
@@ -141,7 +141,7 @@ def test_explain_says_what_serves_and_why_others_do_not():
 
 
 def test_a_slower_implementation_is_not_asked_whether_it_could():
-    """Refusals are logged: one by an implementation that nobody would pick would be noise."""
+    """Refusals are logged, and one by an implementation that would not be picked anyway would be noise."""
     kernel = Implementation("k", f"{__name__}:_never", HOPPER, slower="_slower", refusal="_refusal")
     assert kernel.objection((1,), H100).cause == "slower"
     assert kernel.objection((2,), H100).cause == "refusal"
@@ -163,7 +163,7 @@ def _refusal(call):
 
 
 def test_cpus_import_no_backend_of_gpus():
-    """Every operation in its reference, in a process of its own."""
+    """Runs every operation in a process of its own."""
     code = """
 import sys, jax.numpy as jnp, pallas_kernels as p
 x, head = jnp.ones((2, 64)), jnp.ones((128, 64))

@@ -1,4 +1,4 @@
-"""What the Mosaic kernel is given, which a CPU can check: the queries' rows, their fp8 terms, what each row sees."""
+"""Inputs of the Mosaic kernel that a CPU can check: the queries' rows, their fp8 terms, and what each row sees."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ QWEN3_8B = (16, 2, 768, 4096)
 
 
 def expected(x, weight):
-    """In float64, products rounded to the dtype."""
+    """Hidden units in float64, with products rounded to the dtype."""
     wide = [np.asarray(array).astype(np.float64) for array in (x, weight)]
     products = np.einsum("...d,ehid->...ehi", *wide).astype(x.dtype).astype(np.float64)
     gate, up = products[..., 0, :], products[..., 1, :]
@@ -172,7 +172,7 @@ def test_layers_on_a_mesh_say_what_they_say_without_one(devices, parts):
 
 @pytest.mark.parametrize(("devices", "called"), [(None, 0), (1, 1), (4, 1)])
 def test_layers_call_it_on_a_mesh_alone(monkeypatch, devices, called):
-    """Training needs what can be differentiated; and a bias is XLA's to add."""
+    """Training needs operations that can be differentiated, and kernels add no bias."""
     calls = []
     monkeypatch.setattr(array, "swiglu", lambda x, w: calls.append(1) or swiglu(x, w))
     x, weight = operands((2, 5), (8, 2, 16, 64), F32)

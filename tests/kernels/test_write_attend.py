@@ -37,7 +37,7 @@ class Call:
     options: dict[str, Any]
 
     def expected(self) -> tuple[np.ndarray, ...]:
-        """By the references."""
+        """Results of the references."""
         scales = {name: self.options[name] for name in ("k_scale", "v_scale")}
         q, *pools = write_kv(*self.pools, self.heads, self.slots, self.rotary, **scales, implementation="reference")
         return paged_attention(q, *pools, *self.tables, **self.options, implementation="reference"), *pools
@@ -47,7 +47,7 @@ class Call:
         return run(*self.pools, self.heads, self.slots, self.rotary, *self.tables)
 
     def arguments(self) -> Any:
-        """What implementations take."""
+        """Arguments of the implementations."""
         B, T, K, J, H = self.heads.shape
         q = self.heads[..., :-2, :].reshape(B, T, K * (J - 2), H)
         args = checked(q, *self.pools, *self.tables, scale=None, **self.options)
@@ -55,7 +55,7 @@ class Call:
 
 
 def call(g: Geometry, kv_length, q_length=None, *, seed=0, scales=False, norms=True, valid_from=None) -> Call:
-    """``scales``: of fp8 products as well as of the cache. A sequence without tokens has no page at all."""
+    """A random call; ``scales`` gives heads the scales of fp8 products. A sequence without tokens has no page."""
     rng = np.random.default_rng(seed)
     kv_length = np.array(kv_length, np.int32)
     q_length = np.full(g.B, g.T, np.int32) if q_length is None else np.array(q_length, np.int32)
@@ -104,7 +104,7 @@ def check_pools(found, expected) -> None:
 
 
 def check(found, case: Call) -> None:
-    """Pools bit for bit; the output to rounding."""
+    """Pools must match bit for bit, the output within rounding."""
     expected = case.expected()
     check_pools(found[1:], expected[1:])
     assert found[0].dtype == case.heads.dtype
@@ -134,7 +134,7 @@ def test_masks(how, mask, window):
 @by_dtype
 @pytest.mark.parametrize("mask", ["causal", "block"])
 def test_ragged_and_idle_sequences(how, dtype, mask):
-    """What lies past the last token of a sequence may be anything, NaN too."""
+    """Heads past the last token of a sequence may hold anything, NaN too."""
     g = dataclasses.replace(VERIFY, B=4, dtype=dtype, mask=mask)
     case = call(g, [65, 0, 30, 96], [1, 0, 7, 16], norms=False)
     case = dataclasses.replace(case, heads=case.heads.at[2, 7:].set(jnp.nan))
@@ -221,7 +221,7 @@ def test_refuses_in_a_sentence():
 
 
 def sharded(case: Call, devices: int, **how: Any) -> Any:
-    """The call with kv heads split over a mesh; how ``found``."""
+    """The call with kv heads split over a mesh; ``how`` as in `Call.found`."""
     heads, pages, head = Spec(None, None, "tp"), Spec(None, "tp"), Spec("tp")
     scales = [case.options[name] for name in ("k_scale", "v_scale")]
     static = {name: case.options[name] for name in ("mask", "window")}

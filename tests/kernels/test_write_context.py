@@ -29,7 +29,7 @@ by_implementation = pytest.mark.parametrize(("implementation", "interpret"), HOW
 
 
 def context(dtype=BF16, norms="norms", joined=True, n=T):
-    """Heads of all layers, in one array or in three, tables, and a norm of its own for each layer."""
+    """Heads of all layers, in one array or in three, tables, and a different norm for each layer."""
     rng = np.random.default_rng(3)
     heads = np.asarray(rng.standard_normal((n, K, 2 * L, H)).astype(np.float32), dtype)
     weights = [np.asarray(1 + 0.3 * rng.standard_normal(H), dtype) if norms == "norms" else None for _ in range(L)]
@@ -63,7 +63,7 @@ def one_by_one(k_pages, v_pages, heads, slots, rotary, norms, scale, **how):
 
 
 def run(function, *operands, **how):
-    """XLA held to the roundings as written."""
+    """Run with XLA held to the roundings as written."""
     compiled = jax.jit(functools.partial(function, **how)).lower(*operands)
     return [np.asarray(x) for x in compiled.compile({"xla_allow_excess_precision": False})(*operands)]
 

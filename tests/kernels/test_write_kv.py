@@ -41,7 +41,7 @@ def rotary_of(dtype, norms, n=T):
 
 
 def by_loop(pool, x, slots, scale):
-    """The oracle of the oracle: one token at a time, rounding by ml_dtypes."""
+    """An oracle for the reference: one token at a time, rounding by ml_dtypes."""
     out, limit = pool.copy(), float(jnp.finfo(pool.dtype).max)
     for token, slot in enumerate(slots):
         if slot >= 0:
@@ -114,7 +114,7 @@ def test_no_token_at_all(write, rotary):
 
 
 def by_hand(x, weight, rotary):
-    """Norm and RoPE of heads [T, N, H] in float64, each pair of elements a complex number that is turned."""
+    """Norm and RoPE of heads [T, N, H] in float64, each pair of elements a complex number that is rotated."""
     x = np.asarray(x, np.float64)
     if weight is not None:
         x = x / np.sqrt((x**2).mean(-1, keepdims=True) + rotary.eps) * np.asarray(weight, np.float64)
@@ -123,7 +123,7 @@ def by_hand(x, weight, rotary):
 
 
 def assert_close(found, expected, dtype):
-    """Within the roundings of ``dtype``: of the norm, of its weight, and at the end."""
+    """Equal within three roundings of ``dtype``: of the norm, of its weight, and at the end."""
     error = np.abs(np.asarray(found, np.float64) - expected)
     size = np.linalg.norm(expected, axis=-1, keepdims=True) / np.sqrt(H)  # of a head: RoPE mixes two of its elements
     assert (error / size).max() < 8 * float(jnp.finfo(dtype).eps)
@@ -182,7 +182,7 @@ def test_fp8_pages_hold_the_rotated_keys_divided_by_their_scale(write, dtype):
 
 @pytest.mark.parametrize("dtype", [BF16, jnp.float16], ids=lambda d: jnp.dtype(d).name)
 def test_the_kernel_rounds_where_the_reference_rounds(dtype):
-    """Bit by bit, XLA held to the roundings as written; a rounding missed or added moves every third number."""
+    """Equal bit for bit, with XLA held to the roundings as written; another rounding moves every third number."""
     operands = (*pools(dtype), tokens(dtype=dtype, group=4), np.arange(T, dtype=np.int32), rotary_of(dtype, "norms"))
 
     def run(**how):
