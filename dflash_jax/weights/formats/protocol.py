@@ -73,7 +73,11 @@ class Weight(Protocol):
 
     @property
     def wants_quantized_rows(self) -> bool:
-        """Whether the kernel that makes this weight's neighbours' inputs should quantise them to `QuantizedRows`."""
+        """Whether weights of this format want their inputs as `QuantizedRows`.
+
+        All matrices of a model have one format, so a layer asks the weight that it multiplies by whether to quantise
+        the result for the next one.
+        """
         ...
 
     def product(self, x: Rows, dtype: DTypeLike | None = None, *, kernels: bool = False) -> Float[Array, "*T O"]:
