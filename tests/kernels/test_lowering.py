@@ -72,7 +72,7 @@ def write_arguments(shape, group, dtype, norms=True, rotary=True, scales=False):
 
 
 @pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=lambda d: jnp.dtype(d).name)
-@pytest.mark.parametrize("group", [0, 1, 4, 5, 8])
+@pytest.mark.parametrize("group", [0, 4, *(pytest.param(group, marks=pytest.mark.long) for group in (1, 5, 8))])
 def test_write_lowers(dtype, group):
     f = functools.partial(write_kv, implementation="triton")
     for options in ({}, {"norms": False}, {"rotary": False}, {"scales": True}):

@@ -187,7 +187,7 @@ def test_sigterm_lets_what_runs_end(tmp_path):
         assert "Traceback" not in live.log.read_text()
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("second", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_second_signal_stops_at_once(tmp_path, second):
     with serving(tmp_path, SLOWLY, "--shutdown-timeout=1000") as live:
         clients = busy(live)
