@@ -1,6 +1,6 @@
 """The steps that are compiled: a chunk of prompts, and those of a round: [catch up -> draft ->] verify -> commit.
 
-Each takes parameters as plain pytrees, donates the state that it changes (`DONATED`), and reads nothing back to the
+Each takes parameters as plain pytrees, donates the state that it changes, and reads nothing back to the
 host. On an accelerator a round is one step where all of its sequences are greedy (`greedy_round`). Else it is three, so
 that each is compiled for no more shapes than it depends on (page tables matter to all but the last, sampling options to
 that), and so that the host can mask the block's rows for a grammar while the target verifies it. They are enqueued
@@ -56,17 +56,6 @@ COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 0, "xla_g
 CPU_COMPILER_OPTIONS: dict[str, Any] = {
     "xla_disable_hlo_passes": ",".join(f"float-normalization-{name}" for name in ("bf16", "f8e4m3fn", "f8e5m2")),
     "xla_cpu_parallel_codegen_split_count": 1,
-}
-DONATED = {  # arguments of each step that it changes in place
-    "catch_up": ("cache",),
-    "draft": ("cache",),
-    "verify": ("caches",),
-    "commit": ("slots", "controls"),
-    "verify_commit": ("slots", "controls", "caches"),
-    "greedy_round": ("slots", "caches"),
-    "prefill": ("slots", "caches"),
-    "score": (),
-    "set_controls": ("controls",),
 }
 SCORED_ROWS = 64  # logits of prompts are computed for so many tokens at a time, never for a whole chunk
 

@@ -34,8 +34,8 @@ from dflash_jax.engine.device.slots import (
 )
 from dflash_jax.engine.host.inputs import SamplerRows, controls_of
 from dflash_jax.engine.host.sequence import Sequence
-from dflash_jax.engine.programs.arguments import State, arguments_of, function_of
 from dflash_jax.engine.programs.program import Program
+from dflash_jax.engine.programs.step_program import STEPS, State, stand_ins
 from dflash_jax.engine.programs.store import programs
 from dflash_jax.options import EngineConfig
 from dflash_jax.parallel.mesh import Mesh
@@ -100,22 +100,25 @@ class ModelRunner:
     def program(self, shape: StepShape) -> Program:
         """The program of a shape, which may not be compiled."""
         if shape not in self._programs:
-            state = State(
-                self._flat_params, self._shared, self.slots, self.caches, self._controls, self._device_sampler()
-            )
-            arguments = arguments_of(shape, state, self.spec, self._confirm)
-            function, donated = function_of(shape.step), steps.DONATED[shape.step]
+            step, state = STEPS[shape.step], self._state()
             program = Program(
                 self._store.compile,
                 str(shape),
-                function,
-                donated,
-                arguments.positional,
-                arguments.static,
+                step.function,
+                step.donated,
+                (*step.state(state, shape.mode), *step.inputs(stand_ins(shape, state, self.spec))),
+                step.static(spec=self.spec, length=shape.tokens, mode=shape.mode, confirm=self._confirm),
                 steps.compiler_options(self.spec.mesh.platform),
             )
             self._programs[shape] = self._store.find(program)
         return self._programs[shape]
+
+    def _run(self, shape: StepShape, *inputs: Any) -> Any:
+        """Enqueue a step over the state of now; what it changes in place is for the caller to put back."""
+        return self.program(shape)(*STEPS[shape.step].state(self._state(), shape.mode), *inputs)
+
+    def _state(self) -> State:
+        return State(self._flat_params, self._shared, self.slots, self.caches, self._controls, self._device_sampler())
 
     def is_ready(self, shapes: Seq[StepShape]) -> bool:
         """Whether these run without compiling anything; what could not be compiled is ready, too, and raises why."""
@@ -164,47 +167,44 @@ class ModelRunner:
 
     def set_controls(self, slot: int, sequence: Sequence) -> None:
         """Tell the device what its sampling of a slot's sequence must know of each token."""
-        program, row = self.program(StepShape("set_controls")), controls_of(sequence, self.spec.target.vocab_size)
-        self._controls = program(self._controls, np.int32(slot), row)
+        row = controls_of(sequence, self.spec.target.vocab_size)
+        self._controls = self._run(StepShape("set_controls"), np.int32(slot), row)
 
     def place(self, tables: Tables) -> Tables:
         """Tables on the devices, if several: once a round, not with each step; to one device that is no faster."""
         return self.mesh.replicate(tables) if self.mesh.size > 1 else tables
 
     def prefill(self, chunk: Chunk) -> tuple[Float[Array, "B 1 D"], Float[Array, "B T D"]]:
-        """Process a part of some prompts; what `commit` and `score` want of it."""
-        program = self.program(chunk_shape("prefill", chunk))
-        self.slots, self.caches, last, before = program(self._flat_params, self.slots, self.caches, chunk)
+        """Process a part of some prompts; returns what `commit` and `score` want of it."""
+        self.slots, self.caches, last, before = self._run(chunk_shape("prefill", chunk), chunk)
         return last, before
 
     def score(self, chunk: Chunk, before: Float[Array, "1 T D"], following: Int[np.ndarray, "1 T"]) -> Logprobs:
         """Log-probabilities of the tokens behind those of the chunk that was just prefilled."""
-        program = self.program(chunk_shape("score", chunk))
-        return program(self._flat_params, self.caches.target, chunk, before, following)
+        scored: Logprobs = self._run(chunk_shape("score", chunk), chunk, before, following)
+        return scored
 
     def catch_up(self, tables: Tables, deferred: Int[np.ndarray, " B"]) -> None:
-        """Write the drafter's context of each sequence's last tokens, whose features waited."""
-        program = self.program(StepShape("catch_up", len(tables.packed), pages=tables.pages))
-        own = (self.slots, self.caches.draft, self.caches.features)
-        self.caches = self.caches.with_draft(program(self._shared, *own, tables, deferred))
+        """Write the drafter's context of each sequence's last `deferred` tokens, whose features waited."""
+        shape = StepShape("catch_up", len(tables.packed), pages=tables.pages)
+        self.caches = self.caches.with_draft(self._run(shape, tables, deferred))
 
     def greedy_round(self, tables: Tables, length: int) -> Emitted:
-        """A whole round of greedy sequences that verifies `length` tokens of each."""
-        program = self.program(StepShape("greedy_round", len(tables.packed), length, tables.pages))
-        self.slots, self.caches, emitted = program(self._flat_params, self.slots, self.caches, tables)
+        """Run a whole round of greedy sequences that verifies `length` tokens of each."""
+        shape = StepShape("greedy_round", len(tables.packed), length, tables.pages)
+        self.slots, self.caches, emitted = self._run(shape, tables)
         return emitted
 
     def draft(self, tables: Tables) -> Int[Array, "B G"]:
         """Draft a block."""
-        program = self.program(StepShape("draft", len(tables.packed), pages=tables.pages))
-        block, cache = program(self._shared, self.slots, self.caches.draft, tables)
+        block, cache = self._run(StepShape("draft", len(tables.packed), pages=tables.pages), tables)
         self.caches = self.caches.with_draft(cache)
         return block
 
     def verify(self, tables: Tables, block: Int[Array, "B G"] | None, length: int) -> Float[Array, "B T D"]:
         """Run the target over `length` tokens of the block, or over the anchor without one; its hidden states."""
-        program = self.program(StepShape("verify", len(tables.packed), length, tables.pages))
-        hidden, self.caches = program(self._flat_params, self.slots, self.caches, tables, block)
+        shape = StepShape("verify", len(tables.packed), length, tables.pages)
+        hidden, self.caches = self._run(shape, tables, block)
         return hidden
 
     def commit(
@@ -228,10 +228,9 @@ class ModelRunner:
             needed: what the most demanding sequence needs.
         """
         B, T, _ = hidden.shape
-        program = self.program(StepShape("commit", B, T, mode=mode))
-        controls = self._controls if mode in CONTROLLED_MODES else None
         sampling = self._sampling(B, T, allowed, mode, needed)
-        self.slots, controls, emitted = program(self._shared[0], self.slots, controls, rows, hidden, block, *sampling)
+        shape = StepShape("commit", B, T, mode=mode)
+        self.slots, controls, emitted = self._run(shape, rows, hidden, block, *sampling)
         if controls is not None:
             self._controls = controls
         return reported(emitted, needed)
@@ -246,11 +245,9 @@ class ModelRunner:
         needed: SamplingMode,
     ) -> Emitted:
         """`verify` and `commit` in one program that branches; arguments are theirs."""
-        program = self.program(StepShape("verify_commit", len(tables.packed), length, tables.pages, ANY))
+        shape = StepShape("verify_commit", len(tables.packed), length, tables.pages, ANY)
         sampling = self._sampling(len(tables.packed), length, allowed, ANY, needed)
-        self.slots, self._controls, self.caches, emitted = program(
-            self._flat_params, self.slots, self._controls, self.caches, tables, block, *sampling
-        )
+        self.slots, self._controls, self.caches, emitted = self._run(shape, tables, block, *sampling)
         return reported(emitted, needed)
 
     def _sampling(
