@@ -130,12 +130,12 @@ def test_leading_axes_are_tokens(implementation, interpret, tokens):
     [
         ({"v_pages": np.zeros(SHAPE, BF16)}, "k_pages and v_pages must be alike"),
         ({"heads": [np.zeros((T, K, 2 * L, 2 * H), np.float32)]}, r"heads must be \[\*slots=\[12\], K=3, J, H=64\]"),
-        ({"heads": [np.zeros((T, K, 6, H), np.float32)]}, r"heads must be a key and a value .*; got \[6\], 4 and"),
-        ({"heads": [np.zeros((T, K, J, H), np.float32) for J in (3, 5)]}, r"heads must be .*; got \[3, 5\], 4 and"),
-        ({"k_norms": [None] * 3}, r"heads must be a key and a value of each of the layers .*; got \[8\], 3 and"),
+        ({"heads": [np.zeros((T, K, 6, H), np.float32)]}, r"heads must have a key and a value .*; got \[6\], 4 and"),
+        ({"heads": [np.zeros((T, K, J, H), np.float32) for J in (3, 5)]}, r"heads must have .*; got \[3, 5\], 4 and"),
+        ({"k_norms": [None] * 3}, r"heads must have a key and a value for each layer of k_norms.*; got \[8\], 3 and"),
         ({"k_norms": [None] * 3 + [np.ones(3)]}, r"rotary.k_norm must be \[64\], as heads and slots are; got \[3\]"),
-        ({"first_pages": {4: 0}}, r"first_pages of some of these; got \[8\], 4 and \[4\]"),
-        ({"first_pages": {}}, r"first_pages of some of these; got \[8\], 4 and \[\]"),
+        ({"first_pages": {4: 0}}, r"first_pages must name some of these layers; got \[8\], 4 and \[4\]"),
+        ({"first_pages": {}}, r"first_pages must name some of these layers; got \[8\], 4 and \[\]"),
         ({"rotary": rotary_of(F32, "norms")}, "rotary must have no norms"),
         (
             {"rotary": Rotary(np.zeros((T, H), np.float32), np.zeros((T, H // 2), np.float32))},
