@@ -113,7 +113,7 @@ def test_joint_distribution_of_two_tokens(tmp_path, drafted):
     The drafter is a copy of the target in no way: it drafts one fixed token, so that accepting and rejecting
     both occur.
     """
-    vocabulary, samples, slots = 5, 3000, 16
+    vocabulary, samples, slots = 5, 3000, 64
     target = TARGET | {"vocab_size": vocabulary, "max_position_embeddings": 64}
     folders = random_pair(tmp_path, target=target, dflash_config={"mask_token_id": 4}, block_size=3)
     drafter = {"draft_model": folders[1], "num_speculative_tokens": 2} if drafted else {}
