@@ -67,9 +67,8 @@ class AsyncLLM:
 
     Args:
         model: a folder, or a Hugging Face Hub id, of a Qwen3 or Llama model; None serves the embedded pair.
-        draft_model: the same of its DFlash drafter; None decodes one token a pass.
-        options: see `EngineArgs`; unless told otherwise, accelerators compile every step at start, and the queue is
-            bounded.
+        draft_model: folder or Hub id of its DFlash drafter; None decodes one token a pass.
+        options: see `EngineArgs`; by default accelerators compile every step at start, and the queue is bounded.
 
     Raises:
         ConfigError: an unknown architecture, a drafter that does not fit, or an unknown or impossible option.
@@ -81,19 +80,19 @@ class AsyncLLM:
         self.frontend, self.engine = load(model, draft_model, args)
         self.config, self.tokenizer = self.engine.config, self.frontend.tokenizer
         self._thread = EngineThread(self.engine)
-        self._intake = ThreadPoolExecutor(1)  # one at a time: tokenizers are not for several threads
+        self._intake = ThreadPoolExecutor(1)  # one thread: tokenizers are not thread-safe
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """Complete a prompt; yields all that has come so far, whenever there is more, and at last the whole.
+        """Complete a prompt; yield the output so far whenever it has grown, and at last the finished output.
 
         Leaving early, or being cancelled, aborts the request.
 
         Args:
             prompt: a string, `{"prompt": ...}` or `{"prompt_token_ids": [...]}`.
             sampling_params: None takes `get_default_sampling_params()`.
-            request_id: for `abort`; None numbers it. No two requests that run may have the same.
+            request_id: for `abort`; None takes a number. No two running requests may have the same id.
 
         Raises:
             RequestError: the prompt or its parameters cannot be served, or the id is taken.
@@ -102,7 +101,7 @@ class AsyncLLM:
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         loop = asyncio.get_running_loop()
-        # A long prompt or a grammar takes its time, which others' streams must not wait for.
+        # In another thread: tokenising a long prompt or compiling a grammar must not delay other streams.
         request = await loop.run_in_executor(self._intake, self.frontend.request, prompt, params, request_id)
         stream = Stream(request.request_id, loop)
         self._thread.add(request, stream.put)
@@ -118,7 +117,7 @@ class AsyncLLM:
                     self._thread.abort_request(request)
 
     async def abort(self, request_id: str) -> None:
-        """End a request now; its stream ends with what it has, finish_reason "abort". Others are ignored."""
+        """End a request now: its stream ends with the output so far, finish_reason "abort". Unknown ids are ignored."""
         self._thread.abort(request_id)
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""From what a user gives to requests of an engine: loading, prompts, chats and sampling parameters."""
+"""Loads models, and turns users' prompts, chats and sampling parameters into requests of an engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dflash_jax.weights.loader import load_kv_scales, load_params
 
 
 class Frontend(Renderer):
-    """What stands between users and an engine: everything that knows text.
+    """Turns prompts into requests: everything that handles text before the engine.
 
     Attributes:
         eos_token_ids: every token that ends a text.
@@ -47,7 +47,7 @@ class Frontend(Renderer):
         self._request_ids = count()
 
     def request(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> Request:
-        """A checked request, ready for the engine.
+        """Check a prompt and its parameters, and make a request of them.
 
         Raises:
             RequestError: the prompt or its parameters cannot be served.
@@ -82,7 +82,7 @@ class Frontend(Renderer):
         return Request(request_id or number, text, token_ids, sequences)
 
     def _page_salt(self, salt: str | None, number: str, n: int) -> bytes | None:
-        """Who shares pages: with the prefix cache all of a salt; without it the completions of one prompt."""
+        """Salt of its pages: the prompt's with the prefix cache; without it one of its own if n > 1, else None."""
         if self.config.enable_prefix_caching:
             return (salt or "").encode()
         return None if n == 1 else number.encode()
@@ -124,9 +124,16 @@ def load(
 def _load(
     folder: Path, model: TargetConfig | DraftConfig, config: EngineConfig, mesh: Mesh, *, is_final: bool = True
 ) -> Model:
-    """A model from its folder, as the devices want it or, if that is not final, as it lies there.
+    """Load a model from its folder.
 
-    The scales come first, since they are small and may be refused.
+    The scales are loaded first: they are small, and may be refused.
+
+    Args:
+        folder: the model's folder.
+        model: its configuration.
+        config: dtype of the parameters.
+        mesh: devices to load to.
+        is_final: whether to bring the parameters into the layout that steps use; False keeps that of the file.
     """
     kv_scales = load_kv_scales(folder, model)
     transpose = is_final and mesh.size == 1 and not mesh.is_accelerator
@@ -136,10 +143,10 @@ def _load(
 
 
 def load_other_draft(draft_model: str | Path, engine: Engine) -> Model:
-    """Another drafter of the same configuration, in the form in which an engine holds its own.
+    """Load another drafter of the same configuration for an engine.
 
     Raises:
-        ConfigError: its configuration is another.
+        ConfigError: its configuration differs.
         CheckpointError: a folder, file or tensor is missing, damaged or surplus.
     """
     folder = resolve_folder(draft_model)
@@ -151,7 +158,7 @@ def load_other_draft(draft_model: str | Path, engine: Engine) -> Model:
 
 
 def _load_draft(folder: Path, draft: DraftConfig, target: Model, config: EngineConfig, mesh: Mesh) -> Model:
-    """A drafter from its folder; what it was quantised from is gone when the engine asks how much memory is left."""
+    """Load a drafter; if it is quantised, its unquantised parameters are freed before the engine plans its memory."""
     if config.draft_quantization is None:
         model = _load(folder, draft, config, mesh)
         return model if config.draft_dtype == config.dtype else narrowed(model, target, config.draft_dtype)
@@ -159,7 +166,7 @@ def _load_draft(folder: Path, draft: DraftConfig, target: Model, config: EngineC
 
 
 def _read_configs(folder: Path, draft_folder: Path | None) -> tuple[TargetConfig, DraftConfig | None]:
-    """Both configurations, checked against each other before any tensor is looked at."""
+    """Read both configurations, and check them against each other before any tensor is loaded."""
     path = folder / "config.json"
     target = target_config(read_json(path), str(path))
     return target, None if draft_folder is None else _read_draft_config(draft_folder, target)
@@ -175,7 +182,7 @@ def _read_draft_config(folder: Path, target: TargetConfig) -> DraftConfig:
 def _eos_token_ids(
     generation_config: Mapping[str, Any], target: TargetConfig, tokenizer: Tokenizer | None
 ) -> tuple[int, ...]:
-    """Every token that ends a text: generation_config.json's, config.json's and the tokenizer's."""
+    """Every token that ends a text, from generation_config.json, config.json and the tokenizer."""
     ids = [*Fields(generation_config, "generation_config.json").token_ids("eos_token_id"), *target.eos_token_ids]
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.append(tokenizer.eos_token_id)

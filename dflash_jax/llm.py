@@ -1,4 +1,4 @@
-"""`LLM`: a target, a drafter, and text out of them."""
+"""`LLM`: a target and its drafter, which complete prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LLM:
 
     Args:
         model: a folder, or a Hugging Face Hub id, of a Qwen3 or Llama model; None serves the embedded pair.
-        draft_model: the same of its DFlash drafter; None decodes one token a pass.
+        draft_model: folder or Hub id of its DFlash drafter; None decodes one token a pass.
         target_params: the model's parameters where they are on the devices already, as in training: dtype and shardings
             must be the engine's. None loads them.
         options: see `EngineArgs`.
@@ -51,12 +51,12 @@ class LLM:
         return self.frontend.get_default_sampling_params()
 
     def replace_draft(self, draft_model: str | Path) -> None:
-        """Draft with the weights of another drafter of the same configuration from now on, as training does to measure.
+        """Replace the weights of the drafter by those of another one of the same configuration; training does this.
 
         Raises:
-            ConfigError: its configuration is another.
+            ConfigError: its configuration differs.
             CheckpointError: a folder, file or tensor is missing, damaged or surplus.
-            RuntimeError: something waits, runs or is in flight.
+            RuntimeError: the engine is not idle.
         """
         self.engine.replace_draft(load_other_draft(draft_model, self.engine))
 
@@ -67,14 +67,14 @@ class LLM:
         *,
         within: Begin = phase,
     ) -> None:
-        """Compile what `generate` needs for these prompts and parameters, and show how far that is.
+        """Compile the programs that `generate` needs for these prompts and parameters, and show the progress.
 
-        Without it each program is compiled when it is first needed, beside what already runs.
+        Without this call, each program is compiled when it is first needed, while others run.
 
         Args:
             prompts: as for `generate`.
-            sampling_params: likewise.
-            within: begins the phase of a command that shows it.
+            sampling_params: as for `generate`.
+            within: begins the phase in which a command shows the progress.
 
         Raises:
             RequestError: a prompt or its parameters cannot be served.
@@ -96,13 +96,13 @@ class LLM:
         Args:
             prompts: a string, `{"prompt_token_ids": [...]}`, or a list of these.
             sampling_params: for all prompts or one for each; None takes `get_default_sampling_params()`.
-            use_tqdm: show a progress bar; or what makes one in place of `tqdm.tqdm`.
+            use_tqdm: whether to show a progress bar; or a callable that makes one in place of `tqdm.tqdm`.
 
         Returns:
             One finished output a prompt, in order.
 
         Raises:
-            RequestError: a prompt or its parameters cannot be served; then nothing has been run.
+            RequestError: a prompt or its parameters cannot be served; then no prompt is run.
         """
         finished: dict[str, RequestOutput] = {}
         requests = self._requests(prompts, sampling_params)
@@ -121,7 +121,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Like `generate`, but yields a request's output so far whenever a step has added to it.
 
-        Texts never show a part of a character, nor what may turn out to be the beginning of a stop string.
+        Texts never end inside a character, nor with what may become the beginning of a stop string.
         """
         return (request.output() for request in self._changes(self._requests(prompts, sampling_params)))
 

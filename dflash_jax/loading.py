@@ -1,4 +1,4 @@
-"""How commands load an engine themselves: which phases a user sees, and what is compiled before the work begins."""
+"""How commands load an engine: the phases that a user sees, and what is compiled before the work begins."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def load_llm(args: argparse.Namespace, folders: Folders, *, note: str = "", **op
     """The engine of a command line; with `--compile-at-start` all of its programs are compiled.
 
     Args:
-        args: with the flags of the engine.
-        folders: of target and drafter.
-        note: what to add to the phase's name.
-        options: of `LLM`, in place of those of the command line.
+        args: parsed flags of the engine.
+        folders: folders of target and drafter.
+        note: text to append to the phase's name.
+        options: options of `LLM` that override those of the command line.
 
     Raises:
         ConfigError: an option is impossible.

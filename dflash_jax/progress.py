@@ -1,7 +1,7 @@
-"""Progress of a command on standard error: which phase it is in, how far that is, and for how long it has run.
+"""Progress of a command on standard error: the current phase, how much of it is done, and how long it has run.
 
-On a terminal one line is drawn again and again; elsewhere, as in a log, lines follow one another. Standard output is
-for results. Nothing here imports JAX: a command can say that it has started before it does.
+On a terminal one line is redrawn in place; elsewhere, as in a log, new lines are written. Standard output is for
+results. This module does not import JAX, so that a command can show that it has started before it imports JAX.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-STARTED = time.monotonic()  # when the process began, nearly
-DRAWS_PER_SECOND = 2  # on a terminal; drawing takes time from what is measured
-TOLD_EVERY, TOLD_AT_LEAST_EVERY = 10.0, 60.0  # seconds between the lines of one phase elsewhere, which grow
-BAR_WIDTH = 20
+STARTED = time.monotonic()  # about when the process began
+DRAWS_PER_SECOND = 2  # on a terminal; drawing slows down what is measured
+TOLD_EVERY, TOLD_AT_LEAST_EVERY = 10.0, 60.0  # seconds between two lines of a phase in a log, growing with its age
+BAR_WIDTH = 20  # characters
 Part = TypeVar("Part")
 Begin = Callable[[str, int], AbstractContextManager["Phase"]]  # begins a phase of so many parts
 
 
 @dataclass(eq=False)
 class Phase:
-    """One thing that a command does, perhaps in parts that are counted. Counting is cheap: a thread of its own draws.
+    """One phase of a command, whose parts may be counted. Counting is cheap: another thread draws.
 
     Attributes:
         display: where it is shown.
         description: what the command does.
-        total: parts; None if nobody knows.
-        first: parts that were done before.
-        done: parts that are done, the first ones included.
-        tokens: tokens that have come, from which the speed is told.
-        note: what else to tell.
-        began: when, as `time.monotonic` counts.
+        total: number of parts; None if unknown.
+        first: parts that were done before it began.
+        done: parts that are done, `first` included.
+        tokens: tokens so far, of which the speed is shown.
+        note: text to show as well.
+        began: `time.monotonic` when it began.
     """
 
     display: Display
@@ -58,7 +58,7 @@ class Phase:
         self.done = self.first
 
     def advance(self, parts: int = 1, tokens: int = 0) -> None:
-        """Count parts that are done, and tokens that have come."""
+        """Count finished parts, and tokens."""
         self.done += parts
         self.tokens += tokens
 
@@ -82,28 +82,28 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        """How long it has run."""
+        """Seconds that it has run."""
         return time.monotonic() - self.began
 
     @property
     def is_counted(self) -> bool:
-        """Whether its parts are."""
+        """Whether its parts are counted."""
         return self.total is not None or self.done > 0
 
     def sentence(self, *, is_over: bool = False) -> str:
-        """What the command does, how far it is, how fast, and how long it may still take or took."""
-        told = []
+        """What the command does, how much is done, how fast, and the time left or taken."""
+        facts = []
         if self.is_counted:
-            told.append(f"{self.done:,}" if self.total is None else f"{self.done:,} of {self.total:,}")
+            facts.append(f"{self.done:,}" if self.total is None else f"{self.done:,} of {self.total:,}")
         if self.tokens:
-            told.append(f"{self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s")
+            facts.append(f"{self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s")
         if self.note:
-            told.append(self.note)
+            facts.append(self.note)
         if is_over:
-            told.append(f"in {_clock(self.seconds)}")
+            facts.append(f"in {_clock(self.seconds)}")
         elif self.total is not None and self.first < self.done < self.total:
-            told.append(f"{_clock(self.seconds * (self.total - self.done) / (self.done - self.first))} left")
-        return f"{self.description}: {', '.join(told)}" if told else self.description
+            facts.append(f"{_clock(self.seconds * (self.total - self.done) / (self.done - self.first))} left")
+        return f"{self.description}: {', '.join(facts)}" if facts else self.description
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Counter:
 
 
 class Display:
-    """Shows the innermost phase that has begun and not ended. This one shows nothing, for want of a standard error."""
+    """Shows the innermost current phase. This base class shows nothing: it serves processes without standard error."""
 
     def __init__(self) -> None:
         self.phases: list[Phase] = []
@@ -137,14 +137,14 @@ class Display:
 
     @contextmanager
     def phase(self, description: str, total: int | None = None, first: int = 0) -> Iterator[Phase]:
-        """A phase, and what to count its parts with."""
+        """Begin a phase that ends with the context."""
         now = Phase(self, description, total, first)
         self.phases.append(now)
         self.began()
         try:
             yield now
         finally:
-            if now.is_counted:  # whoever looks later may want to know how many, and how fast
+            if now.is_counted:  # leave a line with the final count and speed
                 self.write(now.sentence(is_over=True))
             self.phases.pop()
             self.ended()
@@ -153,7 +153,7 @@ class Display:
         """Show a phase that has just begun."""
 
     def ended(self) -> None:
-        """Show what there is to show after the end of one."""
+        """Show the display after a phase has ended."""
 
     def write(self, text: str) -> None:
         """Write a line that stays."""
@@ -177,11 +177,11 @@ class Lines(Display):
 
     def began(self) -> None:
         """Write a line of the innermost phase."""
-        for now in self.phases[-1:]:  # asked from two threads, it may just have ended
+        for now in self.phases[-1:]:  # there may be none: another thread may have ended the phase
             self.write(now.sentence())
 
     def write(self, text: str) -> None:
-        """Write a line. Nobody may be reading any more, which is no reason to stop."""
+        """Write a line; ignore errors, since the reader may be gone."""
         with suppress(OSError, ValueError):
             print(f"[{_clock(time.monotonic() - STARTED)}] {text}", file=self._stream, flush=True)
 
@@ -192,7 +192,7 @@ class Lines(Display):
 
 
 class Terminal(Display):
-    """Draws one line, over and over in its place."""
+    """Redraws one line in place."""
 
     def __init__(self, console: Console):
         super().__init__()
@@ -201,7 +201,7 @@ class Terminal(Display):
             get_renderable=self._line,
             refresh_per_second=DRAWS_PER_SECOND,
             transient=True,
-            redirect_stdout=False,  # it would end on standard error
+            redirect_stdout=False,  # redirected output would go to standard error
         )
         self._spinner = Spinner("dots")
 
@@ -213,7 +213,7 @@ class Terminal(Display):
         self._live.stop()
 
     def began(self) -> None:
-        """Draw."""
+        """Draw the line."""
         self._live.refresh()
 
     ended = began
@@ -234,13 +234,13 @@ class Terminal(Display):
 
 @contextmanager
 def phase(description: str, total: int | None = None, *, first: int = 0) -> Iterator[Phase]:
-    """Show on standard error, as long as the context lasts, what the command does.
+    """Show a phase on standard error until the context ends.
 
     Only one phase may be shown at a time; `Phase.within` has others inside it.
 
     Args:
         description: what it does.
-        total: parts to count; None if nobody knows.
+        total: number of parts; None if unknown.
         first: parts that are done already.
     """
     with _display() as display, display.phase(description, total, first) as now:
@@ -248,19 +248,19 @@ def phase(description: str, total: int | None = None, *, first: int = 0) -> Iter
 
 
 def announce(text: str) -> None:
-    """Write one line, of what will show its own progress."""
+    """Write one line, for work that shows its own progress."""
     _display().write(text)
 
 
 @contextmanager
 def importing(arguments: Sequence[str] | None) -> Iterator[None]:
-    """A phase for the imports of a command, which take seconds; help is left alone.
+    """A phase for the imports of a command, which take seconds; none where help is asked for.
 
     Args:
-        arguments: of the command line; None takes those of the process.
+        arguments: arguments of the command line; None takes those of the process.
     """
-    given = sys.argv[1:] if arguments is None else arguments
-    if any(word == "-h" or (len(word) > 2 and "--help".startswith(word)) for word in given):
+    words = sys.argv[1:] if arguments is None else arguments
+    if any(word == "-h" or (len(word) > 2 and "--help".startswith(word)) for word in words):
         yield
         return
     with phase("importing modules"):
@@ -268,7 +268,7 @@ def importing(arguments: Sequence[str] | None) -> Iterator[None]:
 
 
 def _display() -> Display:
-    """What suits standard error."""
+    """The display that suits standard error."""
     stream: TextIO | None = sys.stderr
     if stream is None:  # the process began without one
         return Display()
@@ -278,5 +278,5 @@ def _display() -> Display:
 
 
 def _clock(seconds: float) -> str:
-    """Hours, minutes and seconds."""
+    """Seconds as h:mm:ss."""
     return str(timedelta(seconds=int(seconds)))

@@ -1,4 +1,4 @@
-"""The exceptions that reach a user: each says in one sentence what was found, what is allowed and what to do."""
+"""The exceptions that reach users. Each message is one sentence: the value, what is allowed, and what to do."""
 
 
 class DFlashError(Exception):
@@ -18,11 +18,11 @@ class RequestError(DFlashError, ValueError):
 
 
 class EngineDeadError(DFlashError, RuntimeError):
-    """The engine has failed for good, or was closed; it serves nothing until it is started again."""
+    """The engine has failed for good or was closed; start it again to serve requests."""
 
 
 class QueueFullError(DFlashError, RuntimeError):
-    """As many requests wait as may; the same request can be served later."""
+    """The queue of waiting requests is full; the same request can be served later."""
 
 
 class ProgramLimitError(DFlashError, RuntimeError):

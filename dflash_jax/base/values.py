@@ -1,4 +1,4 @@
-"""The nouns everybody shares: what is asked for and what comes back. Imports nothing of ours but the errors."""
+"""The values of the public API: prompts, parameters and outputs. Imports nothing of this package but the errors."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any, NamedTuple, NotRequired, TypedDict, TypeGuard
 
 from dflash_jax.base.errors import RequestError
 
-MOST_COMPLETIONS = 16_384  # of one prompt: vLLM's limit
-MOST_LOGPROBS = 20  # alternatives a token: vLLM's --max-logprobs
+MOST_COMPLETIONS = 16_384  # completions of one prompt: vLLM's limit
+MOST_LOGPROBS = 20  # alternatives to a token: vLLM's --max-logprobs
 SEED_LIMIT = 2**64  # seeds are the two 32-bit words of a threefry key
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text, in the words of `TokensPrompt`."""
+    """A text prompt; `cache_salt` as in `TokensPrompt`."""
 
     prompt: str
     cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt that is already tokenised. Only prompts of the same `cache_salt` share pages of the prefix cache."""
+    """A tokenised prompt. Only prompts of the same `cache_salt` share pages of the prefix cache."""
 
     prompt_token_ids: Sequence[int]
     cache_salt: NotRequired[str]
@@ -57,10 +57,10 @@ class StructuredOutputsParams:
     json_object: bool | None = None
 
     def __post_init__(self) -> None:
-        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
-        if len(given) != 1:
+        names = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        if len(names) != 1:
             raise RequestError(
-                f"structured_outputs holds {' and '.join(given) or 'nothing'}: give exactly one of "
+                f"structured_outputs holds {' and '.join(names) or 'nothing'}: give exactly one of "
                 f"{', '.join(f.name for f in fields(self))}."
             )
         if self.json is not None:
@@ -71,7 +71,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which of them is given."""
+        """Name of the field that is set."""
         return next(f.name for f in fields(self) if getattr(self, f.name) is not None)
 
 
@@ -209,10 +209,10 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Everything that came of one prompt, so far or finally.
+    """The output of one prompt, so far or finished.
 
-    `prompt_logprobs` has an entry a token of the prompt, as `CompletionOutput.logprobs`; the first is None: nothing
-    comes before it.
+    `prompt_logprobs` has one entry for each token of the prompt, like `CompletionOutput.logprobs`; the first is None,
+    since nothing comes before it.
     """
 
     request_id: str
@@ -230,18 +230,18 @@ class EngineStats:
 
     Attributes:
         num_running: sequences that hold a slot.
-        num_waiting: sequences that wait for one.
-        kv_cache_usage: share of the KV cache's pages that sequences hold, in [0, 1].
-        num_prefix_queries: tokens of prompts that were looked up in the prefix cache.
-        num_prefix_hits: those of them that it had.
+        num_waiting: sequences that wait for a slot.
+        kv_cache_usage: share of the KV cache's pages that sequences own, in [0, 1].
+        num_prefix_queries: prompt tokens that were looked up in the prefix cache.
+        num_prefix_hits: prompt tokens that the prefix cache had.
         num_preemptions: times that a sequence gave its pages back and was computed again.
         num_compiles: programs compiled since the engine was ready.
-        num_prompt_tokens: of the requests that were admitted.
-        num_generation_tokens: emitted.
-        num_drafts: rounds, each counted once for every sequence in it, that verified drafts.
-        num_draft_tokens: drafts that they verified.
+        num_prompt_tokens: prompt tokens of admitted requests.
+        num_generation_tokens: emitted tokens.
+        num_drafts: rounds that verified drafts, counted once for every sequence in them.
+        num_draft_tokens: drafts that were verified.
         num_accepted_tokens: drafts that became tokens.
-        num_accepted_tokens_per_pos: the same for each position in the block, the first draft's first.
+        num_accepted_tokens_per_pos: drafts that became tokens, by position in the block.
     """
 
     num_running: int = 0
@@ -265,7 +265,7 @@ def is_int(value: object) -> TypeGuard[int]:
 
 
 def _as_tuple(value: object) -> tuple:
-    """What was listed, or the one thing that was given without a list."""
+    """The items of a list, or a single value as a tuple of one."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else (value,)
@@ -276,7 +276,7 @@ def _is_real(value: object) -> TypeGuard[float]:
 
 
 def _is_text(value: object) -> bool:
-    """Whether a value is a string that is not empty and that UTF-8 can write: half a surrogate pair is no text."""
+    """Whether a value is a non-empty string that UTF-8 can encode, so without surrogates."""
     return isinstance(value, str) and bool(value) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
@@ -285,7 +285,7 @@ def _is_token(value: object) -> bool:
 
 
 def _schema_text(schema: object) -> str:
-    """A JSON schema as text; its keys keep their order, which is the order of the properties."""
+    """A JSON schema as text; its keys keep their order, since it is the order of the properties."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         if isinstance(parsed, Mapping):
@@ -296,7 +296,7 @@ def _schema_text(schema: object) -> str:
 
 
 def _bias_pairs(bias: Any) -> tuple[tuple[Any, Any], ...]:
-    """Token ids and biases in the order of the ids, of a mapping or of pairs; strings of digits become ids."""
+    """Pairs of token id and bias in the order of the ids, from a mapping or pairs; strings of digits become ids."""
     try:
         listed = dict(bias or ())
         pairs = {int(k) if isinstance(k, str) and k.isdecimal() else k: listed[k] for k in listed}
@@ -308,7 +308,7 @@ def _bias_pairs(bias: Any) -> tuple[tuple[Any, Any], ...]:
 
 
 class _Allowed(NamedTuple):
-    """What a field may hold, in words and as a test."""
+    """The allowed values of a field, in words and as a test."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -383,7 +383,7 @@ _STRUCTURES = {
 
 
 def _check(params: object, allowed: Mapping[str, _Allowed]) -> None:
-    """Refuse the first field that holds what it may not."""
+    """Raise RequestError for the first field whose value is not allowed."""
     for name, (words, holds) in allowed.items():
         value = getattr(params, name)
         if not holds(value):

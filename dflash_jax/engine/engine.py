@@ -1,8 +1,8 @@
-"""The host loop: admit, prefill, enqueue a round, and read what the step before has emitted.
+"""The host loop: admit sequences, prefill prompts, enqueue a round, and read the tokens of the step before.
 
-The host runs one round behind the device: while a round computes, its predecessor's tokens are read and the next is
-prepared. A sequence that has ended therefore takes part in one more round, whose tokens are dropped.
-The engine knows tokens, not text: what a token means to a completion is `Sequence`'s business.
+The host runs one round behind the device: while a round computes, the host reads the tokens of the previous round and
+prepares the next. A sequence that has ended therefore takes part in one more round, whose tokens are dropped.
+The engine handles tokens; `Sequence` turns them into text and decides where a completion ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dflash_jax.engine.device.slots import Emitted, StepSpec, Tables
 from dflash_jax.engine.host.adaptive import BlockLengths, RoundClock
 from dflash_jax.engine.host.in_flight import InFlight, ScoreInFlight
 from dflash_jax.engine.host.inputs import chunk_of, masks_of, mode_of_all, slots_of, tables_of
-from dflash_jax.engine.host.outputs import EmissionCounts, take_emitted, take_prompt_logprobs
+from dflash_jax.engine.host.outputs import EmissionCounts, stats_of, take_emitted, take_prompt_logprobs
 from dflash_jax.engine.host.scheduler import Running, Scheduler
 from dflash_jax.engine.host.sequence import Sequence
 from dflash_jax.engine.programs.planner import PlannedChunk, PlannedRound, Planner, lacks_controls
@@ -39,7 +39,7 @@ from dflash_jax.spec import DraftConfig, TargetConfig
 from dflash_jax.state.pages import IntegrityError
 
 CHECK_SECONDS = 60.0  # from one check of an idle engine's books to the next
-PATIENCE = 0.05  # seconds that a step waits for a program: commands and aborts come between two steps
+PATIENCE = 0.05  # seconds that a step waits for a program to be compiled; commands and aborts wait as long
 logger = logging.getLogger(__name__)
 
 
@@ -75,16 +75,16 @@ class Engine:
         if mesh.is_accelerator if config.compile_at_start is None else config.compile_at_start:
             self.compile()
         elif config.compile_at_start is None:
-            self.runner.request(self.shapes.of_lone_requests(), is_urgent=False)  # somebody will come
+            self.runner.request(self.shapes.of_lone_requests(), is_urgent=False)  # what a first request will need
 
     def compile(
         self, load: Load | None = None, *, within: Callable[..., AbstractContextManager[Phase]] = phase
     ) -> None:
-        """Compile the programs that a load needs, several at a time, and count from now on what else is compiled.
+        """Compile the programs that a load needs, several at a time; `num_compiles` counts from then on.
 
         Args:
-            load: None is any.
-            within: begins the phase of a command that shows how far this is.
+            load: what will be asked; None compiles every program.
+            within: begins the phase in which a command shows the progress.
         """
         pages = None if load is None else self.planner.pages_for(load.total_tokens)
         needed = self.shapes.programs(load, max_pages=pages)
@@ -102,7 +102,7 @@ class Engine:
         return compile_counter().count - self._compiled_at_start
 
     def _forget_steps(self) -> None:
-        """Nothing is in flight."""
+        """Start without any step in flight."""
         self._in_flight: deque[InFlight | ScoreInFlight] = deque()
         self._follows_prefill = True
         self._clock = RoundClock()
@@ -122,13 +122,13 @@ class Engine:
         self.scheduler.waiting.extend(sequences)
 
     def abort(self, sequence: Sequence) -> None:
-        """End a sequence now; what it has emitted stays."""
+        """End a sequence now; its output keeps what was emitted."""
         if not sequence.finished:
             self.scheduler.drop(sequence)
             sequence.output.finish_reason = "abort"
 
     def run(self, sequences: list[Sequence]) -> Iterator[list[Sequence]]:
-        """Advance these sequences until all have ended; after each step, yields those that changed."""
+        """Advance these sequences until all have ended; yield, after each step, those that changed."""
         self.add(sequences)
         try:
             while not all(sequence.finished for sequence in sequences):
@@ -141,47 +141,34 @@ class Engine:
             self.check_integrity()
 
     def replace_draft(self, draft: Model) -> None:
-        """Draft with another drafter of the same configuration from now on, and forget the K/V that the old one left.
+        """Draft with another drafter of the same configuration from now on, and forget the K/V of the old one.
 
         Raises:
-            RuntimeError: something waits, runs or is in flight.
+            RuntimeError: a sequence waits or runs, or a step is in flight.
         """
         if not self.is_idle:
-            raise RuntimeError("an engine at work keeps its drafter; wait until it is idle.")
+            raise RuntimeError("the drafter of an engine at work cannot be replaced; wait until it is idle.")
         self.runner.replace_draft(draft)
         self.scheduler.flush_cache()
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits, runs or is in flight."""
+        """Whether no sequence waits or runs and no step is in flight."""
         return not (self.scheduler.waiting or self.scheduler.running or self._in_flight)
 
     @property
     def stats(self) -> EngineStats:
-        """What it is at, and what has happened."""
-        scheduler, emissions = self.scheduler, self._emissions
-        accepted = emissions.num_accepted_tokens_per_pos
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            kv_cache_usage=scheduler.usage,
-            num_prefix_queries=scheduler.num_prefix_queries,
-            num_prefix_hits=scheduler.num_prefix_hits,
-            num_preemptions=scheduler.num_preemptions,
-            num_compiles=self.num_compiles,
-            num_prompt_tokens=scheduler.num_prompt_tokens,
-            num_generation_tokens=emissions.num_tokens,
-            num_drafts=sum(emissions.rounds_by_accepted),
-            num_draft_tokens=emissions.num_draft_tokens,
-            num_accepted_tokens=sum(accepted),
-            num_accepted_tokens_per_pos=accepted,
-        )
+        """The current load, and counts since the start."""
+        return stats_of(self.scheduler, self._emissions, self.num_compiles)
 
     def step(self) -> list[Sequence]:
-        """Enqueue a chunk of prompts and a round, then read all but that round; returns what changed.
+        """Enqueue a chunk of prompts and a round, then read every step in flight but that round.
 
-        A step that fails costs what is in the cache, and no more: those that ran are computed again, each alone until
-        it has got through a round. One that fails alone ends with the error.
+        If the step fails, the contents of the cache are lost: the sequences that ran are computed again, each alone
+        until it has completed a round. A sequence that fails alone ends with the error.
+
+        Returns:
+            The sequences that changed.
         """
         try:
             changed = self._step()
@@ -227,10 +214,10 @@ class Engine:
         return changed + self._read(len(self._in_flight) - (planned is not None))
 
     def _recover(self, error: Exception) -> list[Sequence]:
-        """After a failed step: make the state anew, and end the sequence that has now failed alone."""
+        """Recover from a failed step: make the device's state anew, and end a sequence that failed alone."""
         ran = self.scheduler.requeue()
         if not ran and not self._in_flight:
-            ran = list(self.scheduler.waiting)[:1]  # who could not even be admitted
+            ran = list(self.scheduler.waiting)[:1]  # the step failed while it admitted this one
         self._forget_steps()
         self.runner.reset()
         for sequence in ran:
@@ -241,7 +228,11 @@ class Engine:
         return [sequence for sequence in ran if sequence.finished]
 
     def _enqueue_chunk(self) -> bool:
-        """Prefill the next part of the prompts that came first; whether there was any, and a program for it."""
+        """Prefill the next part of the oldest prompts.
+
+        Returns:
+            Whether a prefill was enqueued: there was a prompt left, and a compiled program for it.
+        """
         pending = [r for r in self.scheduler.running if not r.is_prefilled]
         if not pending:
             return False
@@ -255,7 +246,7 @@ class Engine:
         return planned is not None
 
     def _prefill(self, planned: PlannedChunk) -> None:
-        """Enqueue a prefill, and sample the first token behind each prompt that it ends."""
+        """Enqueue a prefill, and a commit that samples the first token of each prompt that ends in it."""
         first, width = planned.running[0], planned.width
         for running in filter(lacks_controls, planned.running):
             self.runner.set_controls(running.slot, running.sequence)
@@ -275,9 +266,13 @@ class Engine:
             self._push(InFlight(planned.starting, self._commit(planned.starting, planned.rows, last, None)))
 
     def _reserve_rounds(self) -> tuple[list[Running], list[Sequence]]:
-        """The sequences of the next round, with pages for it; and those that changed on the way.
+        """Reserve pages for the next round.
 
-        When pages run out, what is in flight is read first: it may end sequences. Then those that came last wait.
+        When pages run out, the steps in flight are read first, since they may end sequences. If pages are still short,
+        the sequences that came last are preempted.
+
+        Returns:
+            The sequences of the next round, and those that changed while steps were read.
         """
         changed: list[Sequence] = []
         rounds: list[Running] = []
@@ -297,7 +292,7 @@ class Engine:
         return [r for r in rounds if r.may_emit] if was_short else rounds, changed
 
     def _enqueue_round(self, planned: PlannedRound) -> list[Sequence]:
-        """Draft, verify and commit, at once if it can be; returns the sequences that changed on the way."""
+        """Enqueue draft, verify and commit, as one program where it is greedy; return the sequences that changed."""
         rounds, rows, length = planned.running, planned.rows, planned.length
         by_pages: dict[int, Tables] = {}
 
@@ -307,11 +302,13 @@ class Engine:
             return by_pages[step.pages]
 
         steps = {step.step: step for step in planned.programs}
-        compiled, is_alone = compile_counter().count, not self._follows_prefill and not self.runner.is_compiling
+        num_compiled = compile_counter().count
+        is_alone = not self._follows_prefill and not self.runner.is_compiling
         if "catch_up" in steps:
             self._catch_up(rounds, tables(steps["catch_up"]))
-        for running in rounds:
-            running.deferred += length == 1 and self.spec.block > 1
+        if length == 1 and self.spec.block > 1:  # the round drafts nothing: its features wait
+            for running in rounds:
+                running.deferred += 1
         changed: list[Sequence] = []
         if "greedy_round" in steps:
             emitted = self.runner.greedy_round(tables(steps["greedy_round"]), length)
@@ -319,7 +316,7 @@ class Engine:
             block = self.runner.draft(tables(steps["draft"])) if length > 1 else None
             hidden = self.runner.verify(tables(steps["verify"]), block, length) if "verify" in steps else None
             if any(r.sequence.constraint for r in rounds):
-                # A mask depends on every token before it, so the rounds before this one are read while it computes.
+                # A mask depends on all tokens before it: read the earlier rounds while this one computes.
                 changed = self._read(len(self._in_flight))
             if hidden is not None:
                 emitted = self._commit(rounds, rows, hidden, block)
@@ -330,13 +327,13 @@ class Engine:
                 )
         for running in rounds:
             running.in_flight += 1
-        is_timed = is_alone and compile_counter().count == compiled
+        is_timed = is_alone and compile_counter().count == num_compiled
         self._push(InFlight(rounds, emitted, length, rows, is_timed))
         self._follows_prefill = False
         return changed
 
     def _catch_up(self, rounds: list[Running], tables: Tables) -> None:
-        """Write the drafter's context that waits."""
+        """Write the drafter's context of the tokens whose features were deferred."""
         deferred = np.zeros(len(tables.packed), np.int32)
         deferred[: len(rounds)] = [r.deferred for r in rounds]
         self.runner.catch_up(tables, deferred)
@@ -344,7 +341,7 @@ class Engine:
             running.deferred = 0
 
     def _commit(self, running: Seq[Running | None], rows: int, hidden: jax.Array, block: jax.Array | None) -> Emitted:
-        """Sample and emit tokens behind `hidden` [B, T, D]; rows without a sequence take no part."""
+        """Sample the tokens that follow `hidden` [B, T, D], and emit them; rows without a sequence take no part."""
         slots = slots_of(running, rows, padding=self.config.max_num_seqs)
         needed = mode_of_all([r.sequence for r in running if r])
         allowed = self._masks(running, rows, hidden.shape[1], block)
@@ -353,18 +350,16 @@ class Engine:
     def _masks(
         self, running: Seq[Running | None], rows: int, length: int, block: jax.Array | None
     ) -> UInt32[np.ndarray, "B T X"] | None:
-        """What each row may emit, None if nobody has a grammar."""
-        if not any(r.sequence.constraint for r in running if r):
-            return None
         return masks_of(running, rows, length, block, self.spec.target.vocab_size)
 
     def _push(self, step: InFlight | ScoreInFlight) -> None:
+        """Begin to copy the results of a step to the host, and note that they have not been read."""
         for array in jax.tree.leaves(step.emitted if isinstance(step, InFlight) else step.scored):
             array.copy_to_host_async()
         self._in_flight.append(step)
 
     def _read(self, steps: int) -> list[Sequence]:
-        """Hand the results of the oldest steps in flight to their sequences; returns those that changed."""
+        """Hand the results of the oldest steps in flight to their sequences; return the sequences that changed."""
         changed: dict[int, Sequence] = {}
         for _ in range(steps):
             step = self._in_flight.popleft()
@@ -378,14 +373,15 @@ class Engine:
             for row, running in enumerate(step.running):
                 if running is None:
                     continue
-                running.in_flight -= step.length > 0
+                if step.length > 0:  # a round, not a prefill
+                    running.in_flight -= 1
                 if not running.released:
                     self._take(running, emitted, row, counts[row], length=step.length)
                     changed[id(running.sequence)] = running.sequence
         return list(changed.values())
 
     def _take(self, running: Running, emitted: Emitted, row: int, count: int, *, length: int) -> None:
-        """Hand one sequence what a step emitted for it; what goes wrong here is its own affair."""
+        """Hand one sequence what a step emitted for it; an error ends this sequence alone."""
         sequence = running.sequence
         if count < 0:
             self.scheduler.forget(running)
@@ -397,17 +393,18 @@ class Engine:
             except Exception as error:
                 logger.exception("a sequence failed")
                 sequence.fail(f"{type(error).__name__}: {error}")
-        sequence.suspect &= length == 0
+        if length > 0:  # it has completed a round
+            sequence.suspect = False
         if sequence.finished:
             self.scheduler.release(running)
 
     def _learn(self, step: InFlight, emitted: Emitted, *, was_ready: bool) -> None:
-        """Tell the choice of block lengths what a round brought, and what it cost if nothing else ran before it."""
+        """Tell `BlockLengths` how many tokens a round emitted, and its seconds if no other step ran before it."""
         if not step.is_timed or not self._in_flight or self.runner.is_compiling:
             self._clock.restart()
         seconds = self._clock.read(time.perf_counter(), was_ready=was_ready)
         if self.planner.lengths is not None and step.length:
             counts = np.maximum(emitted.count, 1).tolist()
-            kept = [(r.slot, counts[i]) for i, r in enumerate(step.running) if r and not r.released]
-            slots, counts = [slot for slot, _ in kept], [count for _, count in kept]
-            self.planner.lengths.observe(step.batch, step.length, slots, counts, seconds)
+            still_running = [(r.slot, counts[row]) for row, r in enumerate(step.running) if r and not r.released]
+            slots, emitted_counts = [slot for slot, _ in still_running], [count for _, count in still_running]
+            self.planner.lengths.observe(step.batch, step.length, slots, emitted_counts, seconds)

@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, which steps as long as there is anything to do."""
+"""An engine in a thread of its own, which calls `Engine.step` as long as there is work."""
 
 from __future__ import annotations
 
@@ -25,57 +25,64 @@ class _Listener:
 
 
 class EngineThread:
-    """Owns an engine: nobody else touches it, but through commands that are carried out between two steps.
+    """Owns an engine: others touch it only through commands, which run between two steps.
 
     Args:
         engine: the engine.
-        after_news: called after the listeners of a step, or of a command, were told.
+        after_news: called after the listeners of a step or of a command have been called.
     """
 
     def __init__(self, engine: Engine, after_news: Callable[[], None] = lambda: None):
         self.engine = engine
         self._after_news = after_news
-        self._listeners: dict[str, _Listener] = {}  # of the thread alone, as all of the engine
-        self._owner: dict[int, _Listener] = {}
+        self._listeners: dict[str, _Listener] = {}  # by request id; only the engine's thread touches them
+        self._owner: dict[int, _Listener] = {}  # by id() of each sequence
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
-        self._lock = threading.Lock()  # no command may come after the last look at the inbox
+        self._lock = threading.Lock()  # lets no command in after the inbox was emptied for the last time
         self._cause: Exception | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="dflash-engine", daemon=True)
         self._thread.start()
 
     def add(self, request: Request, tell: News) -> None:
-        """Run a request. `tell` hears of it, in the engine's thread, whenever it has gained anything, and of the error
-        that keeps it from running: its id is taken (RequestError), the queue is full (QueueFullError), or the engine
-        has stopped (EngineDeadError).
+        """Run a request.
+
+        Args:
+            request: the request.
+            tell: called in the engine's thread, with the request whenever it has gained tokens or has ended, or with
+                the error that keeps it from running: its id is taken (RequestError), the queue is full
+                (QueueFullError), or the engine has stopped (EngineDeadError).
+
+        Raises:
+            EngineDeadError: the engine had stopped before.
         """
         self._command(lambda: self._add(_Listener(request, tell)))
 
     def abort(self, request_id: str) -> None:
-        """End a request now, as it is; one that does not run is ignored."""
+        """End a request now; its output keeps what was emitted. An id that does not run is ignored."""
         self._command(lambda: self._abort(self._listeners.get(request_id)))
 
     def abort_request(self, request: Request) -> None:
-        """The same of a request that may not have been added, or whose id may be another's."""
+        """End this very request, which may not have been added, or whose id another request may have."""
         self._command(lambda: self._abort(self._listener_of(request)))
 
     def call(self, function: Callable[[Engine], Any]) -> None:
-        """Do something with the engine between two steps; an exception of it would be the engine's end."""
+        """Call a function with the engine between two steps; an exception in it would end the engine."""
         self._command(lambda: function(self.engine))
 
     @property
     def is_dead(self) -> bool:
-        """Whether nothing can run any more."""
+        """Whether the engine has stopped for good."""
         return self._is_closed or self._cause is not None
 
     @property
     def cause(self) -> str:
-        """Why it is dead."""
+        """Why the engine has stopped, as a sentence for users."""
         return f"the engine has stopped ({self._cause or 'closed'}); start it again."
 
     def close(self) -> None:
-        """Tell who listens that the engine has stopped, and end the thread."""
+        """End the thread; requests that run get an EngineDeadError."""
         self._is_closed = True
         self._wake.set()
         self._thread.join()
@@ -108,7 +115,7 @@ class EngineThread:
         finally:
             with self._lock:
                 self._is_closed = True
-            while self._inbox:  # who came too late hears of it as well
+            while self._inbox:  # requests that came too late get the error as well
                 self._inbox.popleft()()
             for listener in self._listeners.values():
                 listener.tell(EngineDeadError(self.cause))

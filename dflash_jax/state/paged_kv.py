@@ -1,4 +1,4 @@
-"""The paged KV cache on the device: pools of pages, and the view of them that a step computes through."""
+"""The paged KV cache on the device: pools of pages, and the tables through which a step reads and writes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POOL, _HEADS, _HEAD = PartitionSpec(None, "tp"), PartitionSpec(None, None, "tp"
 
 
 class Place(NamedTuple):
-    """Where a layer keeps its pages: the group whose page table names them, and their pool, from some page on."""
+    """Where a layer keeps its pages: its group, whose page table it uses, its pool, and its first page in the pool."""
 
     group: int
     pool: int
@@ -31,20 +31,20 @@ class Place(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedKVCache:
-    """A `models.layers.ContextCache` over pages, in pools that many layers share: the host hands over few arrays so.
+    """A `models.layers.ContextCache` over pages, in pools that many layers share, so that steps take few arrays.
 
     Layers that keep the same tokens form a group and share a page table. Pools are donated to every step and written in
     place; the tables come with each step.
 
     Attributes:
-        keys: pools [P, K, S, H], which hold the pages of one layer behind those of another.
-        values: likewise.
-        k_scale: of each layer and kv head, what a stored key is multiplied by to be the key; None is 1.
-        v_scale: the same of values.
-        tables: of each group, the page of every S positions of B sequences; a negative entry keeps nothing.
-        valid_from: of each group, the first position of each sequence that is kept.
-        places: of each layer.
-        mesh: kv heads are split over its axis `tp` where they divide evenly.
+        keys: pools [P, K, S, H]; each holds the pages of its layers, one layer after another.
+        values: pools of values, as `keys`.
+        k_scale: factor from a stored key to the key, by layer and kv head; None is 1.
+        v_scale: factor from a stored value to the value, as `k_scale`.
+        tables: for each group, the page of every S positions of B sequences; a negative entry keeps nothing.
+        valid_from: for each group, the first position of each sequence that is kept.
+        places: where each layer keeps its pages.
+        mesh: devices; kv heads are split over its axis `tp` where they divide evenly.
     """
 
     keys: list[Float[Array, "_ K S H"]]
@@ -56,7 +56,7 @@ class PagedKVCache:
     places: tuple[Place, ...] = field(default=(), metadata={"static": True})
     mesh: Mesh = field(kw_only=True, metadata={"static": True})
 
-    @jax.named_scope("write_kv")  # by these names a profile tells the cache's work from the layers'
+    @jax.named_scope("write_kv")  # profiles tell the cache's work from that of layers by these names
     def write(
         self,
         layer: int,
@@ -64,9 +64,9 @@ class PagedKVCache:
         rotary: Rotary,
         positions: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B T N H"], PagedKVCache]:
-        """Store keys and values at their positions, and give the queries.
+        """Store keys and values at their positions, and return the queries.
 
-        Negative positions, and those without a page, are not stored.
+        Keys and values at negative positions, or at positions without a page, are not stored.
         """
         slots = self._slots(self.places[layer], positions)
         specs = (_POOL, _POOL, _HEADS, PartitionSpec(), PartitionSpec(), _HEAD, _HEAD)
@@ -82,7 +82,7 @@ class PagedKVCache:
         k_norms: Sequence[Float[Array, " H"] | None],
         positions: Int[Array, "B T"],
     ) -> PagedKVCache:
-        """Store keys and values of every layer at their positions, as `write` does: at once for layers of a pool."""
+        """Store keys and values of every layer at their positions, as `write` does, with one kernel a pool."""
         first_pages: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
         for layer, place in enumerate(self.places):
             first_pages[place.group, place.pool][layer] = place.first_page
@@ -104,7 +104,7 @@ class PagedKVCache:
         kv_length: Int[Array, " B"],
         mask: LayerMask,
     ) -> Float[Array, "B T N H"]:
-        """Attention over the pages; rows of negative position give zeros. Padding stands behind the real rows."""
+        """Attention over the pages; rows of negative position give zeros. Padding must follow the real rows."""
         specs = (_HEADS, _POOL, _POOL, *[PartitionSpec()] * 4, _HEAD, _HEAD)
         attend = self._per_device(partial(_attend, mask=mask), specs, _HEADS, layer)
         tables = self._tables(layer, positions, kv_length)
@@ -120,7 +120,7 @@ class PagedKVCache:
         kv_length: Int[Array, " B"],
         mask: LayerMask,
     ) -> tuple[Float[Array, "B T N H"], PagedKVCache]:
-        """`write`, and `attend` by its queries, in one kernel where that is faster."""
+        """`write`, then `attend` with its queries, in one kernel where that is faster."""
         slots = self._slots(self.places[layer], positions)
         specs = (_POOL, _POOL, _HEADS, *[PartitionSpec()] * 6, _HEAD, _HEAD)
         both = self._per_device(partial(_write_attend, mask=mask), specs, (_HEADS, _POOL, _POOL), layer)
@@ -129,13 +129,13 @@ class PagedKVCache:
         return out, self._with_pools(layer, *pools)
 
     def _tables(self, layer: int, positions: Int[Array, "B T"], kv_length: Int[Array, " B"]) -> tuple[Array, ...]:
-        """Page table, lengths of context and of queries, and the first position that is kept."""
+        """Page table, lengths of context and of queries, and first kept position of the layer's group."""
         group, _, first_page = self.places[layer]
         q_length = (positions >= 0).sum(axis=1, dtype=jnp.int32)
         return first_page + self.tables[group], kv_length.astype(jnp.int32), q_length, self.valid_from[group]
 
     def _pools(self, layer: int) -> tuple[Float[Array, "_ K S H"], Float[Array, "_ K S H"]]:
-        """Of keys and of values."""
+        """A layer's pools of keys and of values."""
         pool = self.places[layer].pool
         return self.keys[pool], self.values[pool]
 
@@ -145,7 +145,7 @@ class PagedKVCache:
         return replace(self, keys=keys, values=values)
 
     def _slots(self, place: Place, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
-        """Where in a pool positions are stored; -1 for those that are not."""
+        """Index in the pool at which each position is stored; -1 for a position that is not."""
         page_size = self.keys[place.pool].shape[2]
         entry = jnp.maximum(positions, 0) // page_size
         page = jnp.take_along_axis(self.tables[place.group], entry, axis=1, mode="fill", fill_value=-1)
@@ -153,7 +153,7 @@ class PagedKVCache:
         return jnp.where((positions < 0) | (page < 0), -1, slot)
 
     def _scales(self) -> list[Float[Array, "L K"]]:
-        """Of keys and of values."""
+        """Scales of keys and of values."""
         shape = len(self.places), self._kv_heads(0)
         return [jnp.ones(shape) if scale is None else scale for scale in (self.k_scale, self.v_scale)]
 
@@ -164,7 +164,7 @@ class PagedKVCache:
         return self._pools(layer)[0].shape[1]
 
     def _per_device(self, function, in_specs, out_specs, layer):
-        """The function on each device's own kv heads; whole on every device where they do not divide."""
+        """The function on each device's share of the kv heads, or on all of them where they do not divide evenly."""
         if self._kv_heads(layer) % self.mesh.size:
             in_specs, out_specs = jax.tree.map(lambda _: PartitionSpec(), (in_specs, out_specs))
         return self.mesh.on_each(function, in_specs, out_specs)

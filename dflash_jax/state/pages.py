@@ -1,8 +1,8 @@
-"""Who owns which page: allocation, reference counts and the prefix cache. Pure host code; a page is a number here.
+"""Which page is owned by whom: allocation, reference counts and the prefix cache. Pure host code; a page is a number.
 
-A pool belongs to one KV group (layers that keep the same tokens). Pages that nobody owns are free; those that hold a
-whole page of some prompt keep their hash and can be taken up again until they are needed for something else, the
-least recently used first.
+A pool belongs to one group of layers that keep the same (`state/group.py`). Pages that nobody owns are free. A free
+page that holds a whole page of some text keeps its hash, and can be shared again until it is needed for other tokens;
+the least recently used page is reused first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class IntegrityError(RuntimeError):
 
 
 class PagePool:
-    """The pages of one KV group."""
+    """The pages of one group."""
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
@@ -33,7 +33,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be taken now, remembered ones included."""
+        """Pages that nobody owns, those with known content included."""
         return len(self._free)
 
     def take(self, number: int) -> list[int]:
@@ -81,23 +81,23 @@ class PagePool:
             self._owners[page] += 1
 
     def remember(self, page: int, page_hash: PageHash) -> None:
-        """Say what an owned page holds; the first page of a hash stays the known one."""
+        """Record the hash of an owned page; if another page has this hash already, that one stays the known one."""
         if page_hash not in self._page_of and page not in self._hash_of:
             self._page_of[page_hash] = page
             self._hash_of[page] = page_hash
 
     def forget_all(self) -> None:
-        """Let nobody take up any page that is known now."""
+        """Forget the hashes of all pages, so that none is shared from now on."""
         self._page_of.clear()
         self._hash_of.clear()
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Let nobody share these pages from now on."""
+        """Forget the hashes of these pages, so that none is shared from now on."""
         for page in pages:
             self._forget(page)
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Stop owning pages. The last is reused first: chains lose their end, not their beginning."""
+        """Stop owning pages. The last is reused first, so that known texts lose their end before their beginning."""
         for page in reversed(list(pages)):
             self._owners[page] -= 1
             if self._owners[page] == 0:
@@ -136,13 +136,13 @@ class PagePool:
 def extend_hashes(hashes: list[PageHash], token_ids: Sequence[int], page_size: int, salt: bytes = b"") -> None:
     """Append the hashes of the whole pages that come next in a text.
 
-    A page's hash stands for everything up to its end, and for the salt: texts of different salts share nothing.
+    A page's hash covers the whole text up to its end and the salt: texts of different salts share nothing.
 
     Args:
-        hashes: of the pages before.
-        token_ids: of the text behind these pages.
-        page_size: tokens a page.
-        salt: of the text.
+        hashes: hashes of the pages before, extended in place.
+        token_ids: tokens that follow these pages.
+        page_size: S, tokens a page.
+        salt: the text's salt.
     """
     for start in range(0, len(token_ids) - page_size + 1, page_size):
         page = np.asarray(token_ids[start : start + page_size], np.int32).tobytes()

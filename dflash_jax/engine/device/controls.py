@@ -1,7 +1,7 @@
 """Penalties, biases and masks: what changes the logits before sampling, for every row of a block.
 
-Row j of a block stands behind its first j drafts, so it is processed as if they had been emitted; if one of them was
-wrong, the row is dropped with it. That makes every option here exact with speculation. Names and formulas are vLLM's.
+Row j of a block follows its first j drafts, so it is processed as if they had been emitted. If one of them is rejected,
+row j is dropped too. This makes every option here exact with speculation. Names and formulas are vLLM's.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def process(
     controls: Controls,
     allowed: UInt32[Array, "B T X"] | None,
 ) -> Float[Array, "B T V"]:
-    """The logits that are sampled from.
+    """The logits to sample from.
 
     Args:
-        logits: the target's.
-        drafts: tokens between the rows.
-        emitted: tokens emitted before the first row.
-        sampler: of the B sequences.
-        controls: of the B sequences.
+        logits: the target's logits.
+        drafts: token that each row but the first follows.
+        emitted: how many tokens each sequence had emitted before the first row.
+        sampler: sampling parameters of the B sequences.
+        controls: controls of the B sequences.
         allowed: bits of the tokens that each row may emit; None allows all.
     """
     B, T, V = logits.shape
-    before = jnp.concatenate([jnp.full((B, 1), V), drafts], axis=1)  # the token before each row; V is none
+    before = jnp.concatenate([jnp.full((B, 1), V), drafts], axis=1)  # token before each row; V counts for none
 
     def one(counts: Array, j: Array) -> tuple[Array, Array]:
         counts = counts.at[jnp.arange(B), before[:, j]].add(1, mode="drop")
@@ -46,7 +46,7 @@ def process(
         row = forbid_stop(row, emitted + j, sampler, controls)
         return counts, penalise(row, counts, sampler, controls)
 
-    # One row at a time: counts of all rows would be as large as the logits.
+    # One row at a time, since the counts of all rows would be as large as the logits.
     _, rows = jax.lax.scan(one, controls.counts, jnp.arange(T))
     return jnp.swapaxes(rows, 0, 1)
 
@@ -54,7 +54,7 @@ def process(
 def penalise(
     logits: Float[Array, "B V"], counts: Int[Array, "B V"], sampler: Sampler, controls: Controls
 ) -> Float[Array, "B V"]:
-    """Repetition, frequency and presence penalties."""
+    """Apply repetition, frequency and presence penalties."""
     seen = (counts > 0) | controls.prompted
     factor = jnp.where(seen, sampler.repetition_penalty[:, None], 1.0)
     logits = jnp.where(logits > 0, logits / factor, logits * factor)
@@ -67,7 +67,7 @@ def forbid_stop(
 ) -> Float[Array, "B V"]:
     """Rule out the tokens that would end a sequence before `min_tokens` are emitted.
 
-    Where a grammar leaves nothing else, it has its end: a text that breaks it would be worse than a short one.
+    Where a grammar allows nothing but the end, the end stays allowed: a text that breaks the grammar would be worse.
     """
     early = emitted < sampler.min_tokens
     kept = jnp.where(early[:, None] & controls.stops, -jnp.inf, logits)
@@ -75,13 +75,13 @@ def forbid_stop(
 
 
 def unpack_bits(words: UInt32[Array, "B X"], size: int) -> Bool[Array, "B V"]:
-    """Bit v % 32 of word v // 32, for each v below `size`."""
+    """Token v is allowed if bit v % 32 of word v // 32 is set, for each v below `size`."""
     bits = (words[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return bits.reshape(len(words), -1)[:, :size].astype(bool)
 
 
 def bits_of(token_ids: Seq[int], words: int) -> UInt32[np.ndarray, " X"]:
-    """Bit v % 32 of word v // 32 set for each of these tokens v."""
+    """Words in which bit v % 32 of word v // 32 is set for each of these tokens v."""
     marks = np.zeros(words * 32, bool)
     marks[list(token_ids)] = True
     return np.packbits(marks, bitorder="little").view(np.uint32)
@@ -96,7 +96,7 @@ def count_emitted(
 
 
 def empty_controls(slots: int, vocab_size: int) -> Controls:
-    """For sequences that use none."""
+    """Controls that change nothing."""
     shape = (slots, vocab_size)
     return Controls(
         counts=jnp.zeros(shape, jnp.int32),
@@ -106,6 +106,6 @@ def empty_controls(slots: int, vocab_size: int) -> Controls:
     )
 
 
-def set_controls(controls: Controls, slot: Int[Array, ""], own: Controls) -> Controls:
-    """The controls of one slot, given as arrays [V], replaced; a step, which changes `controls` in place."""
-    return jax.tree.map(lambda whole, row: whole.at[slot].set(row), controls, own)
+def set_controls(controls: Controls, slot: Int[Array, ""], row: Controls) -> Controls:
+    """Replace the controls of one slot by `row`, whose arrays are [V]; a step, which donates `controls`."""
+    return jax.tree.map(lambda array, new: array.at[slot].set(new), controls, row)

@@ -1,4 +1,4 @@
-"""How much memory a step needs, how many pages that leaves, and the pools that hold them."""
+"""How much memory steps need, how many pages fit beside them, and the pools that hold the pages."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from dflash_jax.state.paged_kv import PagedKVCache, Place
 from dflash_jax.weights.loader import KVScales
 from pallas_kernels.paged_attention import MOST_WIDENED
 
-CPU_CACHE_BYTES = 4 << 30  # without a device that says how much it has
+CPU_CACHE_BYTES = 4 << 30  # for keys and values, where devices do not say how much memory they have
 LOGITS_COPIES = 6  # float32 [rows, V] that sampling holds at once: logits, scaled, sorted, probabilities, sum, noise
-SAMPLING_STATE_BYTES = 10  # of `Controls`, for each token of the vocabulary and each slot
+SAMPLING_STATE_BYTES = 10  # bytes of `Controls` for each token of the vocabulary and each slot
 ADDRESSABLE_BYTES = 2 << 30  # of the largest 8-bit pool below 4 GiB that Triton kernels can address
 FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 
@@ -34,18 +34,18 @@ logger = logging.getLogger("dflash_jax")
 
 
 def group_of(layer_window: int | None) -> int:
-    """The group of a drafter layer; the target's layers keep every token."""
+    """The group of a drafter's layer; those of the target are all in `FULL`."""
     return FULL if layer_window is None else SLIDING
 
 
 def bytes_per_token(model: DecoderConfig, dtype: jnp.dtype, tensor_parallel_size: int) -> int:
-    """Bytes of keys and values that one layer keeps of a token, on all devices together."""
+    """Bytes of keys and values of one token in one layer, on all devices together."""
     copies = 1 if model.num_key_value_heads % tensor_parallel_size == 0 else tensor_parallel_size
     return 2 * copies * model.num_key_value_heads * model.head_dim * dtype.itemsize
 
 
 def group_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> tuple[int, int]:
-    """Bytes that the full and the sliding group keep of a token."""
+    """Bytes of one token in all layers of the full group and of the sliding group."""
     devices = config.tensor_parallel_size
     full = target.num_hidden_layers * bytes_per_token(target, config.kv_cache_dtype, devices)
     if draft is None:
@@ -56,10 +56,10 @@ def group_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineC
 
 
 def plan_layout(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> Layout:
-    """Share the memory for keys and values between the two groups of pages.
+    """Divide the memory for keys and values between the two groups of pages.
 
-    The sliding group gets what `max_num_seqs` sequences can need of it; the full group gets the rest, but no more
-    than all of them can fill.
+    The sliding group gets as many pages as `max_num_seqs` sequences can need; the full group gets the rest, but no more
+    than these sequences can fill.
 
     Raises:
         ConfigError: the memory does not hold one sequence of `max_model_len`.
@@ -89,13 +89,13 @@ class Capacity:
     """What a layout can hold, in numbers for people.
 
     Attributes:
-        tokens: that the full group holds.
-        full_bytes: of a token in the full group: the target's layers and the drafter's full layers.
-        sliding_bytes: of a token in the sliding group: the drafter's sliding layers.
-        sliding_tokens: that the sliding group keeps of a sequence, however long; 0 without such layers.
+        tokens: tokens that the full group holds.
+        full_bytes: bytes of a token in the full group: the target's layers and the drafter's full layers.
+        sliding_bytes: bytes of a token in the sliding group: the drafter's sliding layers.
+        sliding_tokens: tokens that the sliding group keeps of a sequence, however long; 0 without such layers.
         max_model_len: tokens of the longest sequence.
-        max_concurrency: sequences of that length, with their look-ahead, that run side by side.
-        unshared_bytes: of a token if every drafter layer kept it, and all in the dtype of the model.
+        max_concurrency: sequences of that length, with their look-ahead, that can run side by side.
+        unshared_bytes: bytes of a token if every drafter layer kept it, and all layers in the dtype of the model.
     """
 
     tokens: int
@@ -111,12 +111,12 @@ class Capacity:
         return length * self.full_bytes + min(length, self.sliding_tokens) * self.sliding_bytes
 
     def full_allocation_bytes(self, length: int) -> int:
-        """What it would take if every drafter layer kept every token, in the dtype of the model."""
+        """Bytes that it would take if every drafter layer kept every token, in the dtype of the model."""
         return length * self.unshared_bytes
 
     def lines(self) -> list[str]:
-        """One fact a line."""
-        longest, each = self.max_model_len, self.sequence_bytes(self.max_model_len)
+        """Lines for the log, one fact each."""
+        longest, longest_bytes = self.max_model_len, self.sequence_bytes(self.max_model_len)
         facts = [
             f"KV cache size: {self.tokens:,} tokens",
             f"KV cache bytes per token: {self.full_bytes:,} in layers that keep every token",
@@ -129,8 +129,8 @@ class Capacity:
         return [
             *facts,
             f"Maximum concurrency for {longest:,} tokens per sequence: {self.max_concurrency:.2f}x",
-            f"KV cache bytes per sequence of {longest:,} tokens: {each / 2**20:,.0f} MiB, "
-            f"{each / self.full_allocation_bytes(longest):.1%} of a full allocation",
+            f"KV cache bytes per sequence of {longest:,} tokens: {longest_bytes / 2**20:,.0f} MiB, "
+            f"{longest_bytes / self.full_allocation_bytes(longest):.1%} of a full allocation",
         ]
 
 
@@ -159,22 +159,22 @@ def log_capacity(target: TargetConfig, draft: DraftConfig | None, layout: Layout
 def free_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> int:
     """Bytes that the devices together have left for keys and values, once the parameters are loaded."""
     stats = [device.memory_stats() or {} for device in jax.devices()[: config.tensor_parallel_size]]
-    if any("bytes_limit" not in each for each in stats):
+    if any("bytes_limit" not in stat for stat in stats):
         return CPU_CACHE_BYTES
     left = min(int(s["bytes_limit"] * config.gpu_memory_utilization) - s["bytes_in_use"] for s in stats)
     return max(left - working_bytes(target, draft, config), 0) * config.tensor_parallel_size
 
 
 def working_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> int:
-    """Bytes on one device for all but parameters and pools: state of sampling, deferred features, the larger step.
+    """Bytes on one device beside parameters and pools: sampling state, deferred features, temporaries of steps.
 
-    An estimate from above. Steps run one after another, so that their temporaries share the memory.
+    This is an upper estimate. Steps run one after another, so only the step with the most temporaries counts.
     """
     deferred = DEFERRED * feature_size(target, draft) * config.dtype.itemsize
     state = config.max_num_seqs * (SAMPLING_STATE_BYTES * target.vocab_size + deferred)
     verified = config.max_num_seqs * (config.num_speculative_tokens + 1)
     prefill = step_bytes(target, draft, config, tokens=config.max_num_batched_tokens, rows=config.max_num_seqs)
-    widened = 0  # a copy of the pages of a layer, which prefills of fp8 pages take
+    widened = 0  # bytes of the 16-bit copy of a layer's fp8 pages that a prefill makes
     if config.kv_cache_dtype in FP8:
         kept = config.max_num_seqs * config.max_model_len * target.num_key_value_heads * target.head_dim
         widened = min(MOST_WIDENED, 2 * 2 * kept)
@@ -182,21 +182,30 @@ def working_bytes(target: TargetConfig, draft: DraftConfig | None, config: Engin
 
 
 def feature_size(target: TargetConfig, draft: DraftConfig | None) -> int:
-    """C, the features of a token that the drafter is told."""
+    """C, size of the features of a token: outputs of all capture layers together; 0 without a drafter."""
     return 0 if draft is None else len(draft.target_layer_ids) * target.hidden_size
 
 
 def step_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig, *, tokens: int, rows: int) -> int:
-    """Temporaries on one device of a step over T tokens that samples from the logits of some rows of them.
+    """Bytes of temporaries on one device, for a step over T tokens that samples from the logits of some rows.
 
-    The taps [T, C] stay to the end. Beside them stands the largest of: a layer; the taps again, to be put side by side;
-    the drafter's context [T, D] with its keys and values of all layers, as one product makes them and apart; the logits
-    [rows, V] in float32, with the copies that sampling makes. A layer holds four arrays [T, D] (residual, normed,
-    attended, projected) and either the three [T, F] of its MLP, or queries, keys and values before and after the rotary
-    embedding.
+    The outputs of the capture layers [T, C] live to the end. Beside them lives the largest of:
 
-    On an H200, Qwen3-8B with a drafter of five layers: XLA takes 964 MiB for a chunk of 8192 tokens, where this says
-    1152, and 3580 MiB for a round of 64 x 16 with top-p, where this says 3601.
+    - a layer: four arrays [T, D] (residual, normed, attended, projected), and either three [T, F] of its MLP, or
+      queries, keys and values before and after the rotary embedding;
+    - the outputs of the capture layers a second time, concatenated;
+    - the drafter's context [T, D], and its keys and values of all layers, as one product and split;
+    - the logits [rows, V] in float32, `LOGITS_COPIES` times.
+
+    On an H200, for Qwen3-8B with a drafter of five layers, XLA takes 964 MiB for a chunk of 8192 tokens where this
+    function gives 1152, and 3580 MiB for a round of 64 x 16 with top-p where it gives 3601.
+
+    Args:
+        target: the target.
+        draft: its drafter.
+        config: dtype and number of devices.
+        tokens: T.
+        rows: rows of logits.
     """
 
     def split(length: int) -> int:
@@ -218,21 +227,21 @@ def step_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineCo
 
 @contextmanager
 def explain_out_of_memory() -> Iterator[None]:
-    """Name the options to change if the device runs out of memory inside.
+    """Turn an out-of-memory error inside into one that names the options to change.
 
-    Allocations are asynchronous: wait inside for what is made there.
+    Allocations are asynchronous: block inside until the arrays made there are ready.
 
     Raises:
-        ConfigError: it ran out.
+        ConfigError: the device ran out of memory.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        found = str(error)
-        if "RESOURCE_EXHAUSTED" not in found:
+        message = str(error)
+        if "RESOURCE_EXHAUSTED" not in message:
             raise
         raise ConfigError(
-            f"the device ran out of memory ({found.splitlines()[0]}); lower gpu_memory_utilization or "
+            f"the device ran out of memory ({message.splitlines()[0]}); lower gpu_memory_utilization or "
             "kv_cache_memory_bytes, max_num_seqs, max_num_batched_tokens or max_model_len, or raise "
             "tensor_parallel_size."
         ) from error
@@ -295,15 +304,15 @@ def make_caches(
     mesh: Mesh,
     kv_scales: tuple[KVScales | None, KVScales | None] = (None, None),
 ) -> Caches:
-    """Empty pools for all layers, and no features.
+    """Make empty pools for all layers, and room for deferred features.
 
     Args:
         target: the target.
         draft: its drafter.
-        layout: how many pages.
+        layout: how many pages each group has.
         config: dtypes of the pools.
-        mesh: splits kv heads where they divide.
-        kv_scales: of the target and of the drafter; pools that are not fp8 need none and ignore them.
+        mesh: devices; kv heads are split over them where they divide evenly.
+        kv_scales: scales of the target and of the drafter; only fp8 pools use them.
 
     Raises:
         ConfigError: the pools do not fit in the memory.

@@ -1,4 +1,4 @@
-"""A model as the engine takes it."""
+"""A model in the form that the engine takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dflash_jax.weights.loader import KVScales, Params
 
 @dataclass(frozen=True)
 class Model:
-    """Parameters, what they mean, and the scales of fp8 keys and values if the checkpoint has any."""
+    """A configuration, its parameters, and the scales of fp8 keys and values if the checkpoint has any."""
 
     config: TargetConfig | DraftConfig
     params: Params
@@ -25,15 +25,15 @@ class Model:
 
 
 def narrowed(draft: Model, target: Model, dtype: jnp.dtype) -> Model:
-    """A drafter for a CPU whose matrix products, and the copy of the target's head that it reads, are in that dtype."""
+    """A drafter for a CPU with its matrices, and its copy of the target's head, in this narrower dtype."""
     return replace(draft, params=jax.block_until_ready(transposed.narrowed(draft.params, target.params, dtype)))
 
 
 def quantized(draft: Model, target: Model, mesh: Mesh) -> Model:
-    """A drafter whose matrix products, and the copy of the target's head that it reads, are in fp8.
+    """A drafter with its matrices, and its copy of the target's head, in fp8.
 
     Raises:
-        ConfigError: it does not fit in the memory.
+        ConfigError: the fp8 parameters do not fit in the memory.
     """
     assert isinstance(draft.config, DraftConfig)
     with explain_out_of_memory():

@@ -1,8 +1,8 @@
-"""From logits to tokens, with randomness that depends on nothing but the seed and the position.
+"""From logits to tokens, with randomness that depends only on the seed and the position.
 
-Every row of a block is sampled from the target's own processed distribution with noise keyed by
-(seed, position). A token is therefore the same whether its row was verified in a block or decoded alone: that
-is what makes speculation exact at any temperature.
+Every row of a block is sampled from the target's own processed distribution, with noise keyed by (seed, position). A
+token is therefore the same whether its row was verified in a block or decoded alone: this makes speculation exact at
+any temperature.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ def sample(
     *,
     is_filtered: bool | Bool[Array, ""],
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
-    """Choose a token for each row, and say by what score it won: NaN if there was one among the row's logits.
+    """Sample a token for each row.
 
     Args:
-        logits: the target's, after penalties and masks, float32.
-        positions: of the tokens to be chosen (one beyond the rows' own).
-        sampler: parameters of the B sequences.
-        devices: that share the vocabulary.
-        is_filtered: whether top-k and top-p matter; without, they are ignored.
+        logits: the target's logits after penalties and masks, float32.
+        positions: positions of the tokens to be sampled, one beyond those of the rows.
+        sampler: sampling parameters of the B sequences.
+        devices: devices over which the vocabulary is split.
+        is_filtered: whether any sequence uses top-k or top-p; if not, they are ignored.
+
+    Returns:
+        The tokens, and their logit plus noise: NaN if any logit of the row is NaN.
     """
     is_greedy = (sampler.temperature == 0)[:, None]
     scaled = logits / jnp.where(is_greedy, 1.0, sampler.temperature[:, None])[..., None]
@@ -47,9 +50,9 @@ def sample(
 
 
 def when(condition: bool | Bool[Array, ""], yes: Callable[[], Result], no: Callable[[], Result]) -> Result:
-    """What one of two functions gives: only one is compiled if that is known by now, else only one runs.
+    """Call one of two functions: at compile time for a bool, at run time (`lax.cond`) for an array.
 
-    On a GPU the host would wait for the device before each branch, so that there it is known.
+    Programs for GPUs pass a bool, since the host would wait for the device before each branch.
     """
     if isinstance(condition, bool):
         return yes() if condition else no()
@@ -68,32 +71,32 @@ def gumbel(key: Array, positions: Int[Array, "B T"], size: int) -> Float[Array, 
 
 
 def keep_min_p(logits: Float[Array, "B T V"], min_p: Float[Array, " B"]) -> Float[Array, "B T V"]:
-    """Drop tokens whose probability is below min_p times the likeliest one's."""
-    least = logits.max(axis=-1, keepdims=True) + jnp.log(min_p)[:, None, None]
-    return jnp.where(logits < least, -jnp.inf, logits)
+    """Drop tokens whose probability is below min_p times that of the most probable one."""
+    threshold = logits.max(axis=-1, keepdims=True) + jnp.log(min_p)[:, None, None]
+    return jnp.where(logits < threshold, -jnp.inf, logits)
 
 
 def keep_top_k_top_p(
     logits: Float[Array, "B T V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
 ) -> Float[Array, "B T V"]:
-    """Keep the k likeliest tokens, then of those the likeliest whose probabilities reach top_p.
+    """Keep the k most probable tokens, then of those the most probable whose probabilities add up to top_p.
 
-    Tokens tied with the last one kept are kept too, so that the choice does not depend on their order.
+    Tokens tied with the last one kept are kept too, so that the result does not depend on their order.
     """
     ordered = jnp.sort(logits, axis=-1, descending=True)
     rank = jnp.arange(logits.shape[-1])
-    likeliest = rank < top_k[:, None, None]
-    ordered = jnp.where(likeliest, ordered, -jnp.inf)
+    in_top_k = rank < top_k[:, None, None]
+    ordered = jnp.where(in_top_k, ordered, -jnp.inf)
     probabilities = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    # A top_p of 1 keeps all, whatever the rounding of the sum; the likeliest token always stays.
-    reaching = (before < top_p[:, None, None]) | (top_p >= 1.0)[:, None, None] | (rank == 0)
-    least = jnp.where(likeliest & reaching, ordered, jnp.inf).min(axis=-1, keepdims=True)
-    return jnp.where(logits < least, -jnp.inf, logits)
+    # A top_p of 1 keeps all tokens, however the sum is rounded; the most probable token is always kept.
+    in_top_p = (before < top_p[:, None, None]) | (top_p >= 1.0)[:, None, None] | (rank == 0)
+    threshold = jnp.where(in_top_k & in_top_p, ordered, jnp.inf).min(axis=-1, keepdims=True)
+    return jnp.where(logits < threshold, -jnp.inf, logits)
 
 
 def logprobs_of(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Logprobs:
-    """Log-probabilities of chosen tokens under the unprocessed distribution (vLLM's `raw_logprobs`)."""
+    """Log-probabilities of chosen tokens, and the most probable ones, before processing (vLLM's `raw_logprobs`)."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)
     top, top_tokens = jax.lax.top_k(logprobs, min(MOST_LOGPROBS, logits.shape[-1]))

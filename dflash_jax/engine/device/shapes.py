@@ -1,9 +1,10 @@
-"""The few shapes that steps are compiled for; what runs is padded to the next of them.
+"""The few shapes that steps are compiled for; calls are padded to the next larger shape.
 
-What is padded costs time, what is not costs programs. On a CPU work grows with each row and token, and a program takes
-seconds and memory maps to compile; but a loop may end where the keys do, and a branch costs nothing. So rows, lengths
-and chunks have many sizes there, page tables and sampling modes one. On an accelerator few rows cost what one does, and
-a mode that is not needed costs a pass over the logits: there it is the other way round.
+Padding costs time, more shapes cost programs. On a CPU work grows with each row and token, and a program takes seconds
+and memory maps to compile; but loops can end where the keys do, and branches cost nothing. So on CPUs there are many
+numbers of rows, lengths and chunks, but one width of page tables and one sampling mode. On an accelerator a few rows
+cost as much as one, and a sampling mode that is not needed costs a pass over the logits: there are few lengths at few
+rows, but several widths of tables and all modes.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import NamedTuple
 
 from dflash_jax.engine.device.slots import ANY, CONTROLLED_MODES, MODES, SamplingMode
 
-CHUNK_GROWTH = 4
-TABLE_GROWTH = 8
-CPU_LEAST_CHUNK = 16  # tokens
-CPU_MOST_CHUNK = 256  # tokens of a prompt: longer ones are 3 % faster for a prompt of 1,024
-CPU_MOST_TOKENS = 1024  # of a prefill: more at once are hardly faster there, and streams would wait for them
-LEAST_CHUNK = 64  # tokens, which take an accelerator as long as 16
-LEAST_TABLE = 4096  # tokens, whose pages cost the host nothing to hand over
-FEW_ROWS = 4  # of 16 tokens each: 64, which an accelerator verifies in the time of a few
+CHUNK_GROWTH = 4  # from one chunk size to the next
+TABLE_GROWTH = 8  # from one width of page tables to the next
+CPU_LEAST_CHUNK = 16  # tokens of a prompt in the smallest chunk
+CPU_MOST_CHUNK = 256  # tokens of a prompt in the largest chunk: larger ones are 3 % faster for a prompt of 1,024
+CPU_MOST_TOKENS = 1024  # of a prefill: more are hardly faster on a CPU, and streams would have to wait for them
+LEAST_CHUNK = 64  # tokens in an accelerator's smallest chunk: 16 take as long
+LEAST_TABLE = 4096  # tokens of the narrowest table: so few pages cost the host nothing to hand over
+FEW_ROWS = 4  # rows of 16 tokens: an accelerator verifies these 64 tokens in the time of a few
 
 
 class StepShape(NamedTuple):
@@ -31,9 +32,9 @@ class StepShape(NamedTuple):
     Attributes:
         step: name of the step.
         rows: sequences.
-        tokens: of each.
-        pages: of each sequence's tables.
-        mode: of sampling.
+        tokens: tokens of each sequence.
+        pages: pages of each sequence's tables.
+        mode: sampling mode; None for steps that do not sample.
     """
 
     step: str
@@ -45,7 +46,7 @@ class StepShape(NamedTuple):
     def __str__(self) -> str:
         parts = [self.step]
         if self.rows:
-            parts.append(f"of {self.rows} sequence{'s' * (self.rows > 1)}")
+            parts.append(f"of {self.rows} sequences" if self.rows > 1 else "of 1 sequence")
         if self.tokens:
             parts.append(f"x {self.tokens} tokens")
         if self.pages:
@@ -57,15 +58,15 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine will be asked, as far as that tells which programs it needs.
+    """What an engine will be asked to do, as far as it decides which programs are needed.
 
     Attributes:
         num_seqs: most sequences side by side.
-        prompt_lengths: tokens of the prompts.
-        total_tokens: of the longest prompt and its completion.
-        modes: of sampling; on CPUs they make no difference.
-        speculates: whether any request has its rounds draft.
-        is_scored: whether prompts' log-probabilities are wanted.
+        prompt_lengths: tokens of each prompt.
+        total_tokens: tokens of the longest prompt and its completion.
+        modes: sampling modes; they make no difference on CPUs.
+        speculates: whether any request uses the drafter.
+        is_scored: whether log-probabilities of prompts are wanted.
     """
 
     num_seqs: int
@@ -83,10 +84,10 @@ class Shapes:
     Attributes:
         batches: sequences of a round, ascending.
         chunks: tokens that a prefill takes of each prompt, ascending.
-        max_num_batched_tokens: most tokens of a prefill over all of its prompts.
-        tables: pages a sequence, ascending.
+        max_num_batched_tokens: most tokens of a prefill, over all its prompts.
+        tables: pages of a sequence's tables, ascending.
         lengths: tokens that a round may verify, ascending; the last is the whole block.
-        modes: of sampling that are compiled; "any" alone where programs branch at run time.
+        modes: sampling modes that are compiled; only "any" where programs branch at run time.
     """
 
     batches: tuple[int, ...]
@@ -117,11 +118,11 @@ class Shapes:
             page_size: tokens a page.
             table_width: pages of the longest sequence.
             block: G.
-            adaptive: whether rounds may verify parts of the block; none of it, or the whole, they always may.
+            adaptive: whether rounds may verify a part of the block, beside the whole block and the anchor alone.
             on_cpu: whether one CPU runs the steps.
         """
         least_table = -(-LEAST_TABLE // page_size)
-        # A table of more than half the greatest width saves too little to be compiled for.
+        # A table of more than half the greatest width saves too little to be worth a program.
         narrow = tuple(w for w in ladder(least_table, TABLE_GROWTH, table_width) if w * 2 <= table_width)
         least_chunk = CPU_LEAST_CHUNK if on_cpu else LEAST_CHUNK
         most_chunk = min(max_num_batched_tokens, max_model_len)
@@ -139,16 +140,16 @@ class Shapes:
 
     @property
     def branches(self) -> bool:
-        """Whether a program finds out at run time how to sample."""
+        """Whether programs branch at run time on how to sample."""
         return self.modes == (ANY,)
 
     @property
     def chunk_for_all(self) -> int:
-        """Tokens of the chunk that is compiled first: any prompt can be prefilled by it, though many a one faster."""
+        """Tokens of the chunk that is compiled first: it can prefill any prompt, some of them faster by another."""
         return next((size for size in self.chunks if size >= LEAST_CHUNK), self.chunks[-1])
 
     def of_lone_requests(self) -> list[StepShape]:
-        """What a lone request needs: first for a greedy one's first answer, then for speculation, last for controls."""
+        """Programs that a single request needs: for a first greedy answer, then for speculation, then for controls."""
         pages, longest = self.tables[-1], self.lengths[-1]
         prefill = self.of_prefill(1, self.chunk_for_all, pages, "greedy", is_scored=False)
         plain, drafted = (
@@ -170,7 +171,7 @@ class Shapes:
         return self.lengths if rows > FEW_ROWS else tuple(dict.fromkeys((1, self.lengths[-1])))
 
     def scored_chunk(self, longest: int) -> tuple[int, int]:
-        """Rows and tokens of the next prefill of a prompt whose log-probabilities are wanted."""
+        """Rows and tokens of the next prefill of a prompt whose log-probabilities are wanted; the rows are 1."""
         return (1, self.chunk_for_all) if self.branches else self.chunk(1, longest)
 
     def table(self, pages: int) -> int:
@@ -178,15 +179,19 @@ class Shapes:
         return next((width for width in self.tables if width >= pages), self.tables[-1])
 
     def chunk(self, prompts: int, longest: int) -> tuple[int, int]:
-        """Rows and tokens a row of the next prefill, when so many prompts wait for it.
+        """Rows, and tokens a row, of the next prefill.
 
-        A prompt is cut where padding would be more than half of the chunk.
+        A smaller chunk is taken where padding would fill half of the larger one or more.
+
+        Args:
+            prompts: how many prompts wait.
+            longest: tokens left of the longest of them.
         """
         width = max((size for size in self.chunks if size < 2 * longest), default=self.chunks[0])
         return max(rows for rows in self.chunk_rows(width) if rows == 1 or rows < 2 * prompts), width
 
     def cuts(self, length: int) -> Iterator[int]:
-        """Tokens of the chunks of a lone prompt."""
+        """Tokens of each chunk in which a single prompt of this length is prefilled."""
         while length > 0:
             _, width = self.chunk(1, length)
             yield width
@@ -201,18 +206,18 @@ class Shapes:
         return ((rows, width) for width in self.chunks for rows in self.chunk_rows(width))
 
     def mode(self, needed: SamplingMode) -> SamplingMode:
-        """The mode of the programs that sample so."""
+        """The mode of the programs that sample in the `needed` mode."""
         return ANY if self.branches else needed
 
     def of_round(self, rows: int, length: int, pages: int, mode: SamplingMode, *, catches_up: bool) -> list[StepShape]:
         """The steps of a round.
 
         Args:
-            rows: of the round.
+            rows: rows of the round.
             length: tokens to verify.
-            pages: the least that its tables must have.
-            mode: what the most demanding sequence needs.
-            catches_up: whether the drafter's context must be written first.
+            pages: pages that its tables must have at least.
+            mode: sampling mode that the most demanding sequence needs.
+            catches_up: whether deferred context of the drafter must be written first.
         """
         widest = self.tables[-1]
         steps = [StepShape("catch_up", rows, pages=widest)] if catches_up else []
@@ -227,7 +232,7 @@ class Shapes:
     def of_prefill(
         self, rows: int, width: int, pages: int, mode: SamplingMode | None, *, is_scored: bool
     ) -> list[StepShape]:
-        """The steps of a prefill; `mode` is None where no prompt of it ends."""
+        """The steps of a prefill; `mode` is None if no prompt ends in it."""
         pages = self.tables[-1] if is_scored else self.table(pages)
         steps = [StepShape("prefill", rows, width, pages)]
         if is_scored:
@@ -235,11 +240,11 @@ class Shapes:
         return steps if mode is None else [*steps, StepShape("commit", rows, 1, mode=self.mode(mode))]
 
     def programs(self, load: Load | None = None, *, max_pages: int | None = None) -> list[StepShape]:
-        """Every program of an engine, or those that a load needs; those of lone requests come first.
+        """Every program of an engine, or those that a load needs; those of few rows come first.
 
         Args:
-            load: None is any.
-            max_pages: of the longest sequence of the load; None is the widest table.
+            load: what will be asked; None is anything.
+            max_pages: pages of the longest sequence of the load; None is the widest table.
         """
         if load is None:
             load = Load(self.batches[-1], frozenset(self.chunks), 0, speculates=True, is_scored=True)
@@ -248,25 +253,25 @@ class Shapes:
         kinds = [(pages, mode) for pages in tables for mode in MODES if mode in load.modes]
         num_seqs = min(load.num_seqs, self.batches[-1])
         catches_up = self.lengths[-1] > 1
-        found: dict[StepShape, None] = {}  # in order
+        shapes: dict[StepShape, None] = {}  # an ordered set
         for rows in self.batches[: self.batches.index(self.batch(num_seqs)) + 1]:
             for width in widths:
                 if rows in self.chunk_rows(width) and (rows == 1 or rows < 2 * num_seqs):
                     for kind in kinds:
-                        found |= dict.fromkeys(self.of_prefill(rows, width, *kind, is_scored=False))
+                        shapes |= dict.fromkeys(self.of_prefill(rows, width, *kind, is_scored=False))
                     if rows == 1 and load.is_scored:
                         _, scored = self.scored_chunk(width)
-                        found |= dict.fromkeys(self.of_prefill(1, scored, tables[-1], None, is_scored=True))
+                        shapes |= dict.fromkeys(self.of_prefill(1, scored, tables[-1], None, is_scored=True))
             lengths = reversed(self.lengths_at(rows)) if load.speculates else (1,)
             for length, kind in product(lengths, kinds):
-                found |= dict.fromkeys(self.of_round(rows, length, *kind, catches_up=catches_up))
+                shapes |= dict.fromkeys(self.of_round(rows, length, *kind, catches_up=catches_up))
         if not load.modes.isdisjoint(CONTROLLED_MODES):
-            found[StepShape("set_controls")] = None
-        return list(found)
+            shapes[StepShape("set_controls")] = None
+        return list(shapes)
 
 
 def ladder(least: int, growth: int, most: int) -> tuple[int, ...]:
-    """`least` and its multiples by powers of `growth` that are below `most`, and `most`."""
+    """`least` times each power of `growth` while below `most`, then `most`."""
     sizes = []
     while least < most:
         sizes.append(least)

@@ -1,4 +1,4 @@
-"""What a compiled step is specialised on, and the state of the running sequences that it carries."""
+"""What compiled steps are specialised on, and the state of running sequences that they hand on."""
 
 from __future__ import annotations
 
@@ -20,25 +20,23 @@ from dflash_jax.weights.loader import Params
 
 Tree = TypeVar("Tree")
 SamplingMode = Literal["greedy", "random", "filtered", "controlled", "reported", "any"]
-# Each can do what the one before can: temperature, top-k and top-p, penalties with biases and masks, log-probabilities.
+# Each mode adds to the one before: temperature; top-k and top-p; penalties, biases and masks; log-probabilities.
 MODES: tuple[SamplingMode, ...] = ("greedy", "random", "filtered", "controlled", "reported")
-ANY: SamplingMode = "any"  # one program that is told at run time which of them is needed
-CONTROLLED_MODES: tuple[SamplingMode, ...] = ("controlled", "reported", ANY)  # these take `Controls` and masks
+ANY: SamplingMode = "any"  # a program that branches: it is told at run time which mode is needed
+CONTROLLED_MODES: tuple[SamplingMode, ...] = ("controlled", "reported", ANY)  # modes that take `Controls` and masks
 GROUPS = 2  # groups of a layout: layers that keep every token, and sliding layers of the drafter
-DEFERRED = 16  # rounds without drafts whose features may wait to become context of the drafter
+DEFERRED = 16  # tokens of a sequence whose features may wait to become context of the drafter
 
 
 @dataclass(frozen=True)
 class StepSpec:
     """The static argument of every compiled step, and so the key under which it is reused.
 
-    The configurations hold the normalised tap ids and the mask of every layer.
-
     Attributes:
-        target: the target.
-        draft: the drafter, None without one.
+        target: configuration of the target.
+        draft: configuration of the drafter, with the ids of its capture layers; None without a drafter.
         block: G, tokens of a drafted block; 1 without a drafter.
-        mesh: devices; what steps hand to each other lies whole on each of them, but for the pools.
+        mesh: devices; all arrays that steps hand to each other are replicated on them, but for the pools.
     """
 
     target: TargetConfig
@@ -47,44 +45,44 @@ class StepSpec:
     mesh: Mesh
 
     def replicate(self, tree: Tree) -> Tree:
-        """Inside a step: let the arrays lie whole on every device, whatever the compiler would choose."""
+        """Inside a step: keep these arrays whole on every device, whatever the compiler would choose."""
         return jax.lax.with_sharding_constraint(tree, self.mesh.whole)
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Target layers whose outputs the drafter wants."""
+        """Capture layers: target layers whose outputs are the drafter's features."""
         return () if self.draft is None else self.draft.target_layer_ids
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FlatParams:
-    """Parameters of target and drafter, flattened once: JAX would walk the tree at each call of a step, on the host."""
+    """Parameters of target and drafter, flattened once: JAX would otherwise walk the tree at each call of a step."""
 
     leaves: tuple[jax.Array, ...]
     structure: Any = field(metadata={"static": True})
 
     @staticmethod
     def of(params: tuple[Params, Params]) -> FlatParams:
-        """From the target's and the drafter's."""
+        """Flatten the parameters of target and drafter."""
         leaves, structure = jax.tree.flatten(params)
         return FlatParams(tuple(leaves), structure)
 
     def unflatten(self) -> tuple[Params, Params]:
-        """The target's and the drafter's."""
+        """Parameters of target and drafter."""
         params: tuple[Params, Params] = self.structure.unflatten(self.leaves)
         return params
 
 
 def rows_of(tree: Tree, rows: Int[Array, " B"]) -> Tree:
-    """What arrays over all slots hold of some; a row beyond the last slot gets anything."""
-    return jax.tree.map(lambda whole: whole.at[rows].get(mode="clip"), tree)
+    """Rows of arrays over all slots; a row beyond the last slot reads the last one's."""
+    return jax.tree.map(lambda array: array.at[rows].get(mode="clip"), tree)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampler:
-    """Sampling parameters of Q slots; `SamplingParams` says what each means."""
+    """Sampling parameters of Q slots, as documented in `SamplingParams`."""
 
     temperature: Float[Array, " Q"]
     top_p: Float[Array, " Q"]
@@ -101,14 +99,14 @@ class Sampler:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Controls:
-    """What penalties, biases and `min_tokens` know of each token of the vocabulary, for Q slots; donated.
+    """What penalties, biases and `min_tokens` need for each token of the vocabulary, for Q slots; donated.
 
-    A slot's rows mean something only while its sequence uses them.
+    A slot's row means something only while its sequence uses controls.
 
     Attributes:
         counts: how often the slot's sequence has emitted the token.
         prompted: whether the token stands in its prompt.
-        stops: whether the token ends it.
+        stops: whether the token ends the sequence.
         bias: added to the logits; -inf where `allowed_token_ids` leaves a token out.
     """
 
@@ -121,16 +119,16 @@ class Controls:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slots:
-    """State of Q slots that only the device knows in time; donated from step to step.
+    """State of Q slots that the device advances without the host; donated from step to step.
 
-    It is one array, since the host pays for each array that a step gives back, on each device.
+    It is packed in one array, since every array that a step returns costs the host time, on each device.
     """
 
     packed: Int[Array, "Q 3"]
 
     @staticmethod
     def of(*, anchor: Int[Array, " Q"], length: Int[Array, " Q"], emitted: Int[Array, " Q"]) -> Slots:
-        """From its parts."""
+        """Pack the three columns."""
         return Slots(jnp.stack([anchor, length, emitted], axis=-1))
 
     @property
@@ -148,9 +146,9 @@ class Slots:
         """Tokens emitted so far."""
         return self.packed[:, 2]
 
-    def put(self, rows: Int[Array, " B"], own: Slots) -> Slots:
-        """With the state of some slots replaced; rows beyond the last slot are dropped."""
-        return Slots(self.packed.at[rows].set(own.packed, mode="drop"))
+    def put(self, rows: Int[Array, " B"], state: Slots) -> Slots:
+        """Replace the state of some slots; rows beyond the last slot are dropped."""
+        return Slots(self.packed.at[rows].set(state.packed, mode="drop"))
 
 
 @jax.tree_util.register_dataclass
@@ -221,11 +219,11 @@ class Chunk:
     """A part of the prompts of B sequences, to be prefilled.
 
     Attributes:
-        tokens: of the chunk.
-        positions: absolute, -1 for padding behind the tokens.
-        length: of each whole prompt.
+        tokens: token ids of the chunk.
+        positions: absolute position of each token, -1 for the padding behind them.
+        length: tokens of each whole prompt.
         emitted: tokens that a sequence had emitted before it was preempted; they are part of its prompt.
-        anchor: its last emitted token then, -1 for a sequence whose first token is still to be sampled.
+        anchor: last token emitted before the preemption; -1 for a sequence that has emitted none.
         tables: slots and page tables.
     """
 
@@ -245,9 +243,9 @@ class Caches:
     Attributes:
         target: pools of the target.
         draft: pools of the drafter's context; without a drafter they have no layers.
-        features: of the tokens that the last rounds without drafts have processed in each of Q slots, that of position
-            p at p % R, R = `DEFERRED`. They are no context yet: that would cost a tenth of a drafted round, and be for
-            nothing where nobody drafts.
+        features: features of the tokens that rounds without drafts have processed last, for each of Q slots; that of
+            position p lies at p % R, R = `DEFERRED`. Turning them into context would cost a tenth of a drafted round,
+            and be useless where no later round drafts; `catch_up` does it when one does.
     """
 
     target: PagedKVCache
@@ -259,27 +257,27 @@ class Caches:
         return replace(self, target=tables.over_target(self.target), draft=tables.over_draft(self.draft))
 
     def with_target(self, cache: KVCache) -> Caches:
-        """After the target wrote to its cache."""
+        """Replace the target's cache."""
         assert isinstance(cache, PagedKVCache)
         return replace(self, target=cache)
 
     def with_draft(self, cache: KVCache) -> Caches:
-        """After the drafter wrote to its cache."""
+        """Replace the drafter's cache."""
         assert isinstance(cache, PagedKVCache)
         return replace(self, draft=cache)
 
     def defer(self, rows: Int[Array, " B"], positions: Int[Array, "B 1"], features: Float[Array, "B 1 C"]) -> Caches:
-        """After a round without drafts."""
+        """Keep the features of a round without drafts for `catch_up`."""
         kept = self.features.at[rows, positions[:, 0] % DEFERRED].set(features[:, 0], mode="drop")
         return replace(self, features=kept)
 
     def pools(self) -> Caches:
-        """Without the tables."""
+        """Remove the tables: only the pools are handed from step to step."""
         return replace(self, target=pools_of(self.target), draft=pools_of(self.draft))
 
 
 def pools_of(cache: KVCache) -> PagedKVCache:
-    """A cache without tables."""
+    """Remove the tables from a cache."""
     assert isinstance(cache, PagedKVCache)
     return replace(cache, tables=(), valid_from=())
 
@@ -287,11 +285,11 @@ def pools_of(cache: KVCache) -> PagedKVCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Emitted:
-    """Tokens of one step.
+    """Tokens that one step has emitted.
 
     Attributes:
         packed: the tokens of each row, and how many of them were emitted.
-        logprobs: of the same rows; None unless asked for.
+        logprobs: log-probabilities of the same rows; None unless asked for.
     """
 
     packed: Int[Array, "B T+1"]
@@ -299,24 +297,24 @@ class Emitted:
 
     @staticmethod
     def of(tokens: Int[Array, "B T"], count: Int[Array, " B"], logprobs: Logprobs | None) -> Emitted:
-        """From its parts."""
+        """Pack tokens and counts."""
         return Emitted(jnp.concatenate([tokens, count[:, None]], axis=1), logprobs)
 
     @property
     def tokens(self) -> Int[Array, "B T"]:
-        """Of row b, the first `count[b]` were emitted."""
+        """Sampled tokens; the first `count[b]` of row b were emitted."""
         return self.packed[:, :-1]
 
     @property
     def count(self) -> Int[Array, " B"]:
-        """From 1 to T; -1 where the logits were no numbers."""
+        """Emitted tokens of each row, 1 to T; -1 where the logits were NaN."""
         return self.packed[:, -1]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities under the unprocessed distribution: of the chosen tokens, and of the A likeliest."""
+    """Log-probabilities under the unprocessed distribution: of the chosen tokens and of the A most probable."""
 
     chosen: Float[Array, "B T"]
     rank: Int[Array, "B T"]  # 1 = likeliest
@@ -325,7 +323,7 @@ class Logprobs:
 
     @staticmethod
     def zeros(B: int, T: int, V: int) -> Logprobs:
-        """Zeros in the shapes that log-probabilities over V tokens have."""
+        """Zeros in the shapes of log-probabilities of B x T tokens over V."""
         A = min(MOST_LOGPROBS, V)
         return Logprobs(
             chosen=jnp.zeros((B, T), jnp.float32),

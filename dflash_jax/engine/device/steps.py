@@ -1,14 +1,15 @@
-"""The steps that are compiled: a chunk of prompts, and those of a round: [catch up -> draft ->] verify -> commit.
+"""The compiled steps: `prefill` of a chunk of prompts, and those of a round: [catch_up -> draft ->] verify -> commit.
 
-Each takes parameters as plain pytrees, donates the state that it changes, and reads nothing back to the
-host. On an accelerator a round is one step where all of its sequences are greedy (`greedy_round`). Else it is three, so
-that each is compiled for no more shapes than it depends on (page tables matter to all but the last, sampling options to
-that), and so that the host can mask the block's rows for a grammar while the target verifies it. They are enqueued
-together; the device goes from one to the next without waiting for the host.
+Each step takes parameters as plain pytrees, donates the state that it changes, and reads nothing back to the host.
 
-On a CPU a round is two steps, whatever is sampled: `draft`, and `verify_commit`, which branches at run time. There a
-branch costs nothing (a GPU would wait for the host at each), a program costs seconds and 280 memory maps of the 65,530
-that a process may have.
+On an accelerator a round of greedy sequences is one step, `greedy_round`. Other rounds are three steps, for two
+reasons: each step is compiled only for the shapes that it depends on (all but `commit` depend on page tables, only
+`commit` on sampling options), and the host can compute grammar masks while the target verifies the block. The steps are
+enqueued together; the device goes from one to the next without waiting for the host.
+
+On a CPU a round is two steps, however tokens are sampled: `draft`, and `verify_commit`, which branches at run time.
+Branches cost nothing on a CPU (a GPU would wait for the host at each), while every program costs seconds and 280 memory
+maps of the 65,530 that a process may have.
 
 Source of the rules: arXiv 2602.06036 section 4.
 """
@@ -57,7 +58,7 @@ CPU_COMPILER_OPTIONS: dict[str, Any] = {
     "xla_disable_hlo_passes": ",".join(f"float-normalization-{name}" for name in ("bf16", "f8e4m3fn", "f8e5m2")),
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-SCORED_ROWS = 64  # logits of prompts are computed for so many tokens at a time, never for a whole chunk
+SCORED_ROWS = 64  # tokens of a prompt whose logits are computed at a time: those of a whole chunk would not fit
 
 
 def compiler_options(platform: str) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def compiler_options(platform: str) -> dict[str, Any]:
     return COMPILER_OPTIONS | (CPU_COMPILER_OPTIONS if platform == "cpu" else {})
 
 
-Chosen = tuple[Int[Array, "B T"], Float[Array, "B T"], Logprobs | None]  # with their scores
+Chosen = tuple[Int[Array, "B T"], Float[Array, "B T"], Logprobs | None]  # tokens, scores, log-probabilities
 
 
 def catch_up(
@@ -78,22 +79,22 @@ def catch_up(
     *,
     spec: StepSpec,
 ) -> PagedKVCache:
-    """Write the drafter's context of tokens whose features waited; returns the drafter's pools.
+    """Write the drafter's context of tokens whose features were deferred; return the drafter's pools.
 
     Args:
         params: as for `draft`.
-        slots: all slots.
+        slots: state of all slots.
         cache: the drafter's pools; donated.
-        features: those that wait, of all slots.
-        tables: of the B sequences that take part.
-        deferred: how many of the last tokens of each are to be written, at most R.
+        features: deferred features of all slots, as of `Caches.features`.
+        tables: slots and page tables of the B sequences that take part.
+        deferred: how many of the newest tokens of each sequence to write, at most R.
         spec: static.
     """
     _, drafter = bind(params, spec)
     assert drafter is not None
     length = rows_of(slots.length, tables.rows)[:, None]
     last = length - 1
-    positions = last - (last - jnp.arange(features.shape[1])) % features.shape[1]  # the latest of each place
+    positions = last - (last - jnp.arange(features.shape[1])) % features.shape[1]  # latest position p of each p % R
     positions = jnp.where(positions >= length - deferred[:, None], positions, -1)
     after = drafter.write_context(rows_of(features, tables.rows), positions, tables.over_draft(cache))
     return pools_of(after)
@@ -102,21 +103,24 @@ def catch_up(
 def draft(
     params: tuple[Params, Params], slots: Slots, cache: PagedKVCache, tables: Tables, *, spec: StepSpec
 ) -> tuple[Int[Array, "B G"], PagedKVCache]:
-    """Fill a block: the anchor, and the drafter's tokens for the G-1 positions behind it.
+    """Draft a block: the anchor, and the drafter's tokens for the G-1 positions after it.
 
     Args:
-        params: the target's outside its layers (embedding and head are shared), and the drafter's.
-        slots: all slots.
+        params: the target's parameters outside its layers (embedding and head are shared), and the drafter's.
+        slots: state of all slots.
         cache: the drafter's pools; donated.
-        tables: of the B sequences that take part.
+        tables: slots and page tables of the B sequences that take part.
         spec: static.
+
+    Returns:
+        The block, and the drafter's pools.
     """
     target, drafter = bind(params, spec)
     assert drafter is not None
-    own = rows_of(slots, tables.rows)
+    state = rows_of(slots, tables.rows)
     positions = block_positions(slots, tables, spec.block)
-    drafts, after = draft_block(target, drafter, own, positions, tables.over_draft(cache))
-    block = jnp.concatenate([own.anchor[:, None], drafts], axis=1)
+    drafts, after = draft_block(target, drafter, state, positions, tables.over_draft(cache))
+    block = jnp.concatenate([state.anchor[:, None], drafts], axis=1)
     return spec.replicate(block), pools_of(after)
 
 
@@ -130,11 +134,11 @@ def verify(
     spec: StepSpec,
     length: int,
 ) -> tuple[Float[Array, "B T D"], Caches]:
-    """Run the target over the first T = `length` tokens of the blocks; just the anchors without a block.
+    """Run the target over the first T = `length` tokens of each block, or over the anchor alone without a block.
 
-    With a block the drafter's context of all T positions is written too, before anybody knows which will be confirmed:
-    what is not lies behind the sequence's end, where the next round writes before it reads. Without one nobody may want
-    it, and it waits for `catch_up`.
+    With a block, the drafter's context of all T positions is written too, before it is known which are accepted.
+    Rejected positions lie behind the sequence's end, where the next round writes before it reads. Without a block, the
+    features are deferred for `catch_up`: perhaps no later round drafts.
 
     Returns:
         The target's final hidden states, and the caches.
@@ -166,37 +170,37 @@ def commit(
     mode: SamplingMode,
     confirm: Confirm,
 ) -> tuple[Slots, Controls | None, Emitted]:
-    """Sample a token for each verified row, and emit them as long as the drafts agree.
+    """Sample a token for each verified row, and emit them up to the first that differs from its draft.
 
     Args:
-        params: the target's outside its layers.
-        slots: all slots; donated.
-        controls: of all slots, for `CONTROLLED_MODES` alone; donated.
-        rows: slots of the B sequences; beyond the last one for a row that takes no part.
-        hidden: what `verify` or `prefill` returned.
-        block: what `draft` returned; None without drafts.
-        sampler: of all slots; None for mode "greedy".
-        allowed: bits of the tokens that each row may emit (X words of 32), for `CONTROLLED_MODES` alone.
-        needed: index in `MODES` of what the most demanding sequence needs, for mode "any" alone.
+        params: the target's parameters outside its layers.
+        slots: state of all slots; donated.
+        controls: controls of all slots; donated. None unless `mode` is one of `CONTROLLED_MODES`.
+        rows: slots of the B sequences; beyond the last slot for a row that takes no part.
+        hidden: hidden states that `verify` or `prefill` returned.
+        block: block that `draft` returned; None without drafts.
+        sampler: sampling parameters of all slots; None for mode "greedy".
+        allowed: bits of the tokens that each row may emit (X words of 32); None as for `controls`.
+        needed: index in `MODES` of the mode that the most demanding sequence needs; None unless `mode` is "any".
         spec: static.
-        mode: static; what the most demanding of the sequences needs, or "any".
-        confirm: static; `accepted`, or what a benchmark has for it.
+        mode: static; the mode that the most demanding sequence needs, or "any".
+        confirm: static; `accepted`, or a benchmark's replacement.
 
     Returns:
-        Slots and controls after the step, and what it emitted: from 1 to T tokens a sequence. Its log-probabilities
-        mean nothing where mode "any" was told to need less than "reported".
+        Slots and controls after the step, and 1 to T emitted tokens a sequence. Log-probabilities mean nothing where
+        `needed` is below "reported".
     """
     target = bind_target(params, spec)
-    own, own_sampler = rows_of((slots, sampler), rows)
+    state, row_sampler = rows_of((slots, sampler), rows)
     length = hidden.shape[1]
     drafts = jnp.zeros((len(rows), 0), jnp.int32) if block is None else block[:, 1:length]
-    positions = own.length[:, None] + 1 + jnp.arange(length)
+    positions = state.length[:, None] + 1 + jnp.arange(length)
 
     def needs(what: SamplingMode) -> bool | Bool[Array, ""]:
-        """Whether any sequence needs it: known when this is compiled, or not before it runs."""
+        """Whether any sequence needs this mode: known at compile time, or for "any" at run time."""
         return (MODES.index(mode) if needed is None else needed) >= MODES.index(what)
 
-    def likeliest() -> Chosen:
+    def argmax() -> Chosen:
         return *likeliest_tokens(target.likeliest, hidden, drafts, confirm), no_logprobs()
 
     def sampled() -> Chosen:
@@ -204,26 +208,26 @@ def commit(
 
         def controlled() -> Float[Array, "B T V"]:
             assert controls is not None
-            assert own_sampler is not None
+            assert row_sampler is not None
             assert allowed is not None
-            return process(logits, drafts, own.emitted, own_sampler, rows_of(controls, rows), allowed)
+            return process(logits, drafts, state.emitted, row_sampler, rows_of(controls, rows), allowed)
 
-        assert own_sampler is not None
+        assert row_sampler is not None
         processed = when(needs("controlled"), controlled, lambda: logits)
-        chosen = sample(processed, positions, own_sampler, target.devices, is_filtered=needs("filtered"))
+        chosen = sample(processed, positions, row_sampler, target.devices, is_filtered=needs("filtered"))
         return *chosen, when(needs("reported"), lambda: logprobs_of(logits, chosen[0]), no_logprobs)
 
     def no_logprobs() -> Logprobs | None:
-        """Branches must give the same arrays, so that one program has some in any case."""
+        """What stands for log-probabilities: both branches of a program must return the same arrays."""
         return None if needed is None else Logprobs.zeros(len(rows), length, spec.target.vocab_size)
 
-    tokens, scores, logprobs = when(needs("random"), sampled, likeliest)
+    tokens, scores, logprobs = when(needs("random"), sampled, argmax)
     count = confirm(tokens, drafts) + 1
 
     taken = jnp.arange(length) < count[:, None]
     broken = (jnp.isnan(scores) & taken).any(axis=1)
     last = jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)[:, 0]
-    slots = slots.put(rows, Slots.of(anchor=last, length=own.length + count, emitted=own.emitted + count))
+    slots = slots.put(rows, Slots.of(anchor=last, length=state.length + count, emitted=state.emitted + count))
     if controls is not None:
         controls = count_emitted(controls, rows, tokens, taken)
     return spec.replicate((slots, controls, Emitted.of(tokens, jnp.where(broken, -1, count), logprobs)))
@@ -245,13 +249,13 @@ def verify_commit(
     mode: SamplingMode,
     confirm: Confirm,
 ) -> tuple[Slots, Controls | None, Caches, Emitted]:
-    """`verify` and `commit` in one program; arguments and results are theirs."""
+    """Run `verify` and `commit` in one program, with their arguments and results."""
     with jax.named_scope("verify"):
         hidden, caches = verify(params, slots, caches, tables, block, spec=spec, length=length)
-    given = (tables.rows, hidden, block, sampler, allowed, needed)
+    inputs = (tables.rows, hidden, block, sampler, allowed, needed)
     with jax.named_scope("commit"):
         slots, after, emitted = commit(
-            params.unflatten()[0], slots, controls, *given, spec=spec, mode=mode, confirm=confirm
+            params.unflatten()[0], slots, controls, *inputs, spec=spec, mode=mode, confirm=confirm
         )
     return slots, after, caches, emitted
 
@@ -266,13 +270,13 @@ def greedy_round(
     length: int,
     confirm: Confirm,
 ) -> tuple[Slots, Caches, Emitted]:
-    """Draft, verify and commit at once, for sequences that are all greedy: the host starts one program, not three.
+    """Draft, verify and commit in one program, for sequences that are all greedy: the host starts one, not three.
 
     Args:
-        params: the target's and the drafter's.
-        slots: all slots; donated.
+        params: the target's and the drafter's parameters.
+        slots: state of all slots; donated.
         caches: donated.
-        tables: of the B sequences that take part.
+        tables: slots and page tables of the B sequences that take part.
         spec: static.
         length: static; tokens to verify, 1 without drafting.
         confirm: static; as for `commit`.
@@ -284,23 +288,23 @@ def greedy_round(
         caches = caches.with_draft(cache)
     with jax.named_scope("verify"):
         hidden, caches = verify(params, slots, caches, tables, block, spec=spec, length=length)
-    given = (tables.rows, hidden, block, None, None, None)
+    inputs = (tables.rows, hidden, block, None, None, None)
     with jax.named_scope("commit"):
-        slots, _, emitted = commit(both[0], slots, None, *given, spec=spec, mode="greedy", confirm=confirm)
+        slots, _, emitted = commit(both[0], slots, None, *inputs, spec=spec, mode="greedy", confirm=confirm)
     return slots, caches, emitted
 
 
 def prefill(
     params: FlatParams, slots: Slots, caches: Caches, chunk: Chunk, *, spec: StepSpec
 ) -> tuple[Slots, Caches, Float[Array, "B 1 D"], Float[Array, "B T D"]]:
-    """Process a part of B prompts, the drafter's context included.
+    """Process a chunk of B prompts, and write the drafter's context of it.
 
-    A slot is left as a round would leave it that has verified all of the prompt but its last token: `commit` of that
-    one row then emits the first token. A sequence that was preempted has its first token; its slot is ready to draft.
+    Each slot is left as if a round had verified the prompt up to its last token: `commit` of that one row then emits
+    the first token. A preempted sequence has its first token already; its slot is ready to draft.
 
     Returns:
-        The slots and caches after the step; the final hidden states of the last token of each prompt in the chunk; what
-        went into the target's last layer, for `score`.
+        The slots and caches after the step; the final hidden state of each prompt's last token in the chunk; the inputs
+        of the target's last layer, for `score`.
     """
     models, caches = bind(params.unflatten(), spec), caches.through(chunk.tables)
     last, features, before, cache = models[0].prefill(chunk.tokens, chunk.positions, caches.target, spec.taps)
@@ -320,7 +324,7 @@ def score(
     *,
     spec: StepSpec,
 ) -> Logprobs:
-    """Log-probabilities of the tokens behind those of a chunk of one prompt, which `prefill` has just processed."""
+    """Log-probabilities of the `following` tokens of a chunk of one prompt that `prefill` has just processed."""
     target = bind_target(params.unflatten()[0], spec)
     hidden = target.finish(before, chunk.positions, chunk.tables.over_target(cache))
     rows = min(SCORED_ROWS, hidden.shape[1])
@@ -334,16 +338,16 @@ def score(
 
 
 def bind(params: tuple[Params, Params], spec: StepSpec) -> tuple[TargetModel, DraftModel | None]:
-    """The models of a step with their parameters."""
+    """Target and drafter of a step, with their parameters."""
     devices = Devices(spec.mesh, params[0].get("peers"))
     draft = None if spec.draft is None else DraftModel(spec.draft, devices).bind({"params": params[1]})
     return bind_target(params[0], spec), draft
 
 
 def bind_target(params: Params, spec: StepSpec) -> TargetModel:
-    """The target with all of its parameters, or with those outside its layers for its embedding and head alone.
+    """The target with its parameters; those outside its layers are enough for its embedding and head.
 
-    Beside the parameters may stand `peers`, the mailboxes of devices that share the models.
+    `params` may also hold `peers`, the mailboxes of devices that share the models.
     """
     return TargetModel(spec.target, Devices(spec.mesh, params.get("peers"))).bind({"params": params})
 
@@ -358,14 +362,14 @@ def block_positions(slots: Slots, tables: Tables, length: int) -> Int[Array, "B 
 def write_context(
     drafter: DraftModel | None, features: Float[Array, "B T C"], positions: Int[Array, "B T"], caches: Caches
 ) -> Caches:
-    """Turn features into the drafter's context, if there is a drafter."""
+    """Write the drafter's context of these features, if there is a drafter."""
     return caches if drafter is None else caches.with_draft(drafter.write_context(features, positions, caches.draft))
 
 
 def draft_block(
     target: TargetModel, drafter: DraftModel, slots: Slots, positions: Int[Array, "B G"], cache: KVCache
 ) -> tuple[Int[Array, "B G-1"], KVCache]:
-    """The drafter's tokens for positions n+1..n+G-1, from the anchor and G-1 mask tokens at n..n+G-1."""
+    """Draft tokens for positions n+1..n+G-1 from the anchor and G-1 mask tokens at n..n+G-1."""
     masked = jnp.full_like(positions[:, 1:], drafter.config.mask_token_id)
     embedded = target.embed(jnp.concatenate([slots.anchor[:, None], masked], axis=1))
     hidden, cache = drafter(embedded, positions, cache)

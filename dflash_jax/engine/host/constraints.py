@@ -1,8 +1,8 @@
-"""What may follow in a text: grammars and bad words, as masks over the vocabulary for each row of a block. Host code.
+"""Grammars and bad words, as masks of allowed tokens for each row of a block. Pure host code.
 
-A mask has a bit a token: bit v % 32 of word v // 32 is set where token v may be chosen. Of a block's G rows, row 0 is
-for the text so far and row j for the text so far and the first j drafts, so that a round is masked as exactly as the
-same text token by token. Rows behind a draft that may itself not be chosen hold anything: nothing is taken from them.
+A mask has one bit a token: bit v % 32 of word v // 32 is set where token v is allowed. Of a block's G rows, row 0
+follows the text so far, and row j the text so far and the first j drafts, so that a round is masked exactly as if its
+tokens came one by one. Rows behind a forbidden draft may hold anything, since no token is taken from them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from dflash_jax.base.errors import RequestError
 from dflash_jax.base.values import SamplingParams, StructuredOutputsParams
 from dflash_jax.text.tokenizer import Tokenizer
 
-MOST_COMPILED = 64  # grammars kept for the requests to come
-LARGEST_KEPT = 16_384  # characters of one that is kept
-LONGEST_GRAMMAR = 65_536  # characters; the time and memory of an expression may grow with their square
-DEEP_STACK = 256 * 1024**2  # bytes, of which only those in use take memory
+MOST_COMPILED = 64  # compiled grammars that are kept for later requests
+LARGEST_KEPT = 16_384  # characters of the largest grammar that is kept
+LONGEST_GRAMMAR = 65_536  # characters; time and memory of a regular expression may grow with their square
+DEEP_STACK = 256 * 1024**2  # bytes of a compiling thread's stack; only those in use take memory
 LONGEST_REASON = 200  # characters of llguidance's messages, which may quote the whole grammar
 
 Result = TypeVar("Result")
@@ -39,50 +39,50 @@ Rows = UInt32[np.ndarray, "G words"]
 
 @dataclass(eq=False, slots=True)
 class Constraint:
-    """What may follow in one sequence; it moves with what is emitted."""
+    """Which tokens may follow in one sequence; advances with the emitted tokens."""
 
     grammar: GrammarConstraint | None
     bad_words: BadWords | None
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text is whole: nothing but its end may follow."""
+        """Whether only the end may follow."""
         return self.grammar is not None and self.grammar.is_complete
 
     @property
     def error(self) -> str | None:
-        """Why the sequence cannot go on, None while it can; then only its end is allowed."""
+        """Why the sequence cannot go on; None while it can."""
         return None if self.grammar is None else self.grammar.error
 
     def fill(self, rows: Rows, drafts: Sequence[int]) -> None:
-        """Clear in rows [G, ceil(V / 32)] what may not follow the text so far and drafts[:j], for every row j."""
+        """Clear, in every row j of rows [G, ceil(V / 32)], the tokens that may not follow the text and drafts[:j]."""
         fill_masks([(self, rows, drafts)])
 
     def accept(self, tokens: Iterable[int]) -> None:
-        """Go on by tokens that were emitted."""
+        """Advance by emitted tokens."""
         for part in (self.grammar, self.bad_words):
             if part is not None:
                 part.accept(tokens)
 
 
 def fill_masks(batch: Sequence[tuple[Constraint, Rows, Sequence[int]]]) -> None:
-    """`Constraint.fill` of many sequences in one call: their grammars run side by side, outside Python's lock."""
+    """`Constraint.fill` for many sequences in one call: their grammars run in parallel, outside Python's lock."""
     _fill_grammars([(c.grammar, rows, drafts) for c, rows, drafts in batch if c.grammar is not None])
     for constraint, rows, drafts in batch:
-        if constraint.bad_words is not None:  # after the grammars, which have the last word
+        if constraint.bad_words is not None:  # after the grammars, which take precedence
             constraint.bad_words.fill(rows, drafts)
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens that masks are over.
+    """The tokens that masks cover.
 
     Attributes:
-        size: tokens of the model.
-        num_tokens: of llguidance's masks: the model's or the tokenizer's, whichever are more.
-        end: the token that ends a text for llguidance, special so that it is no text itself.
-        other_ends: the other tokens that end a text. They may be text to the tokenizer, but never inside a grammar:
-            the sequence would end there.
+        size: V, tokens of the model.
+        num_tokens: tokens of llguidance's masks: those of the model or of the tokenizer, whichever are more.
+        end: the token that ends a text for llguidance; a special token, so that it has no text.
+        other_ends: other tokens that end a text. The tokenizer may have text for them, but a grammar never allows them
+            inside, where they would end the sequence.
     """
 
     size: int
@@ -91,11 +91,11 @@ class Vocabulary:
     other_ends: tuple[int, ...]
 
     def read(self, token: int) -> int:
-        """A token as llguidance shall see it: every end is the one end."""
+        """The token that llguidance sees: `end` in place of any token that ends a text."""
         return self.end if token in self.other_ends else token
 
     def masks_of_model(self, masks: UInt32[np.ndarray, "G wide"]) -> Rows:
-        """Masks as llguidance fills them, over all tokens, to masks over the model's: changed in place and cut."""
+        """Turn llguidance's masks over all tokens into masks over the model's tokens, in place, and cut them."""
         may_end = masks[:, self.end // 32] >> np.uint32(self.end % 32) & np.uint32(1)
         for word, bit in (divmod(end, 32) for end in self.other_ends):
             masks[:, word] &= ~np.uint32(1 << bit)
@@ -106,12 +106,12 @@ class Vocabulary:
 
 
 class GrammarConstraint:
-    """The text so far as a grammar sees it.
+    """The state of a grammar in one text.
 
     Args:
-        matcher: at the beginning of the text.
-        vocabulary: of matcher and model.
-        reasoning: of `SamplingParams`: what the grammar does not see.
+        matcher: the grammar's matcher, at the beginning of the text.
+        vocabulary: tokens of matcher and model.
+        reasoning: `SamplingParams.reasoning_token_ids`; the grammar does not see what lies between.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class GrammarConstraint:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but the end may follow."""
+        """Whether only the end may follow."""
         return not self._is_open and self.matcher.is_stopped()
 
     def ruled(self, rows: Rows, drafts: list[int]) -> list[tuple[Rows, list[int]]]:
-        """The parts of a block's rows that the grammar rules, each with its drafts; the others are reasoning."""
+        """The parts of a block's rows that the grammar masks, each with its drafts; the other rows are reasoning."""
         if self._is_open:
             return self._behind_reasoning(rows, drafts)
         if self._opens is not None and drafts[:1] == [self._opens]:
@@ -140,21 +140,21 @@ class GrammarConstraint:
     def _behind_reasoning(self, rows: Rows, drafts: list[int]) -> list[tuple[Rows, list[int]]]:
         if self._closes not in drafts:
             return []
-        first = drafts.index(self._closes) + 1  # the drafts are fewer than the rows, so it is one of them
+        first = drafts.index(self._closes) + 1  # a row: there are more rows than drafts
         return [(rows[first:], drafts[first:])]
 
     def let_open(self, row: Rows) -> None:
-        """Let reasoning begin in the first row of a block, if it may begin there."""
+        """Allow the token that begins reasoning in the first row of a block, if reasoning may begin there."""
         if self._opens is not None:
             row[self._opens // 32] |= np.uint32(1 << self._opens % 32)
 
     @property
     def error(self) -> str | None:
-        """What went wrong: a token that the grammar has no place for, or a text too ambiguous to follow."""
+        """What went wrong: a token that the grammar forbids, or a text too ambiguous to follow; None if nothing."""
         return _shorten(self.matcher.get_error()) if self.matcher.is_error() else None
 
     def accept(self, tokens: Iterable[int]) -> None:
-        """Go on by tokens that were emitted; what comes after the end is no text."""
+        """Advance by emitted tokens; those after the end are ignored."""
         for token in tokens:
             if self.is_complete:
                 return
@@ -166,28 +166,28 @@ class GrammarConstraint:
 
 
 class BadWords:
-    """Words that the output must not hold, as vLLM has them: the last token of a word may not follow its others.
+    """Words that the output must not contain, as in vLLM: the last token of a word may not follow its other tokens.
 
     Args:
-        words: the tokens of each, at least one.
+        words: tokens of each word, at least one.
     """
 
     def __init__(self, words: Iterable[tuple[int, ...]]):
-        self._last: dict[tuple[int, ...], list[int]] = {}  # what must not follow these tokens
+        self._last: dict[tuple[int, ...], list[int]] = {}  # tokens that must not follow these
         for *others, last in words:
             self._last.setdefault(tuple(others), []).append(last)
         self._lengths = sorted({len(others) for others in self._last})
-        self._tail: list[int] = []  # of the output, as long as a word's other tokens may be
+        self._tail: list[int] = []  # last tokens of the output, as many as a word may have before its last
 
     def accept(self, tokens: Iterable[int]) -> None:
-        """Go on by tokens that were emitted."""
+        """Advance by emitted tokens."""
         self._tail = [*self._tail, *tokens][-max(self._lengths[-1], 1) :]
 
     def fill(self, rows: Rows, drafts: Sequence[int]) -> None:
-        """Clear what would complete a word, in rows that have anything else to choose.
+        """Clear the tokens that would complete a word, in rows where other tokens remain.
 
-        A row must keep a token, so a grammar that leaves nothing but bad words is followed: a text of the form that
-        was asked for can be used and looked at, a text that breaks off cannot.
+        A row must allow some token, so where a grammar allows nothing but bad words, they stay: a text of the wanted
+        form is of more use than one that breaks off.
         """
         text = [*self._tail, *drafts]
         for row, end in zip(rows, range(len(self._tail), len(text) + 1), strict=False):
@@ -200,12 +200,12 @@ class BadWords:
 
 
 class Constraints:
-    """The constraints that requests ask for, on one model.
+    """Makes the constraints that requests ask for, on one model.
 
     Args:
-        tokenizer: of the model.
-        vocab_size: of the model; the tokenizer may have fewer tokens or more.
-        eos_token_ids: tokens that end a text, each of which may follow wherever a grammar may end.
+        tokenizer: tokenizer of the model.
+        vocab_size: V of the model; the tokenizer may have fewer tokens or more.
+        eos_token_ids: tokens that end a text; each is allowed wherever a grammar may end.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]):
@@ -215,14 +215,14 @@ class Constraints:
         self._matcher = lru_cache(MOST_COMPILED)(self._compile)
 
     def of(self, params: SamplingParams) -> Constraint | None:
-        """What the parameters ask of one completion, None if nothing.
+        """The constraint of one completion; None if the parameters ask for none.
 
         Raises:
             RequestError: a schema, expression or grammar cannot be served, or a bad word has no tokens.
         """
         grammar = bad_words = None
         if params.structured_outputs is not None:
-            # A large matcher may hold hundreds of megabytes: better compiled again than kept.
+            # A large matcher may take hundreds of megabytes: it is compiled again rather than kept.
             is_small = _size(params.structured_outputs) <= LARGEST_KEPT
             matcher = (self._matcher if is_small else self._compile)(params.structured_outputs)
             grammar = GrammarConstraint(matcher.deep_copy(), self._vocabulary, params.reasoning_token_ids)
@@ -242,7 +242,7 @@ class Constraints:
 
     @cached_property
     def _ll_tokenizer(self) -> LLTokenizer:
-        """The tokenizer in llguidance's form. Building it takes a second, so it waits for the first grammar."""
+        """The tokenizer in llguidance's form, built with the first grammar, since it takes a second."""
         from llguidance.hf import from_tokenizer  # imports transformers, which `import dflash_jax` must not
 
         vocabulary = self._vocabulary
@@ -255,7 +255,7 @@ class Constraints:
             ) from error
 
     def _compile(self, structured: StructuredOutputsParams) -> LLMatcher:
-        """A matcher at the beginning of a text."""
+        """Compile a grammar into a matcher at the beginning of a text."""
         kind, size = structured.kind, _size(structured)
         if size > LONGEST_GRAMMAR:
             raise RequestError(
@@ -268,7 +268,7 @@ class Constraints:
             first = np.frombuffer(matcher.compute_bitmask(), np.uint32)[None].copy()
             begins = self._vocabulary.masks_of_model(first).any()
             reason = matcher.get_error() if matcher.is_error() else "" if begins else "it allows no text"
-        except Exception as error:  # whatever the reader of GBNF stumbles over
+        except Exception as error:  # llguidance's reader of GBNF may raise anything
             reason = str(error) or type(error).__name__
         if reason:
             raise RequestError(f"structured_outputs.{kind} cannot be served ({_shorten(reason)}); correct the {kind}.")
@@ -289,26 +289,26 @@ class Constraints:
             words.append(plain)
             if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
                 words.append(spaced)
-        # The tokenizer may know tokens that the model has no logits of.
+        # The tokenizer may know tokens for which the model has no logits.
         return [tuple(word) for word in words if max(word) < self._vocab_size]
 
 
 def _size(structured: StructuredOutputsParams) -> int:
-    """Characters of a grammar; a choice has quotes and a bar of its own."""
-    given = getattr(structured, structured.kind)
-    return len(given) if isinstance(given, str) else sum(len(text) + 5 for text in structured.choice or ())
+    """Characters of a grammar; each text of a choice counts five more, for quotes and bar."""
+    grammar = getattr(structured, structured.kind)
+    return len(grammar) if isinstance(grammar, str) else sum(len(text) + 5 for text in structured.choice or ())
 
 
 def _new_matcher(tokenizer: LLTokenizer, structured: StructuredOutputsParams) -> LLMatcher:
-    # Verbose errors would hold the grammar and the text, which are not for logs.
+    # Verbose errors would quote the grammar and the text, which must not reach logs.
     limits = LLParserLimits(verbose_errors=False)
     return LLMatcher(tokenizer, llguidance_grammar(structured), log_level=0, limits=limits)
 
 
 def _on_deep_stack(function: Callable[[], Result]) -> Result:
-    """What a function returns that recurses as deep as rules of a grammar refer to each other.
+    """Call a function that recurses as deep as the rules of a grammar nest, in a thread with a stack for it.
 
-    A stack that overflows ends the process, and 3000 rules are enough for a thread's usual one.
+    A stack overflow ends the process, and 3000 rules overflow the usual stack of a thread.
     """
     usual = threading.stack_size(DEEP_STACK)
     try:
@@ -321,19 +321,19 @@ def _on_deep_stack(function: Callable[[], Result]) -> Result:
 
 
 def llguidance_grammar(structured: StructuredOutputsParams) -> str:
-    """The grammar of a text in llguidance's form, not yet checked."""
-    given = getattr(structured, structured.kind)
+    """The grammar in llguidance's form, not checked yet."""
+    grammar = getattr(structured, structured.kind)
     match structured.kind:
         case "json":
-            return LLMatcher.grammar_from_json_schema(given)
+            return LLMatcher.grammar_from_json_schema(grammar)
         case "json_object":
             return LLMatcher.grammar_from_json_schema({"type": "object"})
         case "regex":
-            return LLMatcher.grammar_from_regex(given)
+            return LLMatcher.grammar_from_regex(grammar)
         case "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in given))
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in grammar))
         case _:
-            return LLMatcher.grammar_from_lark(any_to_lark(given))
+            return LLMatcher.grammar_from_lark(any_to_lark(grammar))
 
 
 def _fill_grammars(batch: Sequence[tuple[GrammarConstraint, Rows, Sequence[int]]]) -> None:
@@ -345,24 +345,24 @@ def _fill_grammars(batch: Sequence[tuple[GrammarConstraint, Rows, Sequence[int]]
     start = 0
     for grammar, rows, drafts in batch:
         for number, (ruled, behind) in enumerate(grammar.ruled(rows, list(drafts[: len(rows) - 1]))):
-            # An id that is no token would break the matcher for good; rows behind one are not wanted.
+            # An id that is no token would break the matcher for good; rows behind it are not needed.
             known = [*takewhile(lambda d: 0 <= d < num_tokens, behind)]
-            matcher = grammar.matcher.deep_copy() if number else grammar.matcher  # none may be filled from twice
+            matcher = grammar.matcher.deep_copy() if number else grammar.matcher  # one call may use a matcher once
             if known:
                 with_drafts.append((matcher, start, known))
             else:
                 without.append((matcher, start))
             filled.append((grammar, ruled, masks[start : start + len(ruled)], number == 0))
             start += len(ruled)
-    if with_drafts:  # llguidance refuses lists of none, of drafts as of sequences
+    if with_drafts:  # llguidance refuses empty lists, of drafts and of sequences
         fill_next_token_bitmask_par_with_draft_tokens(_executor(), with_drafts, masks.view(np.int32))
     if without:
         fill_next_token_bitmask_par(_executor(), without, masks.view(np.int32))
     for grammar, ruled, mask, is_first in filled:
-        found = grammar.vocabulary.masks_of_model(mask)
+        allowed = grammar.vocabulary.masks_of_model(mask)
         if is_first:
-            grammar.let_open(found[0])
-        ruled &= found
+            grammar.let_open(allowed[0])
+        ruled &= allowed
 
 
 @cache

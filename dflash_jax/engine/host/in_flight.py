@@ -1,4 +1,4 @@
-"""Steps that the device works on and the host has not read."""
+"""Steps that were enqueued and whose results the host has not read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class InFlight:
 
     Attributes:
         running: the sequence of each row, None for a row that emits nothing.
-        emitted: tokens of a round, or the first tokens behind prompts.
+        emitted: tokens of a round, or the first tokens after prompts.
         length: tokens that a round verified; 0 for a prefill.
         batch: rows that a round was padded to.
-        is_timed: whether nothing but a round stands before it on the device, and nothing was compiled for it.
+        is_timed: whether the step before it was a round too and nothing was compiled: only then its time is a round's.
     """
 
     running: Seq[Running | None]
@@ -30,7 +30,7 @@ class InFlight:
 
 @dataclass(frozen=True)
 class ScoreInFlight:
-    """Log-probabilities, not read yet, of a prompt's tokens from position `start` + 1 on."""
+    """Log-probabilities of a prompt's tokens from position `start` + 1 on, which have not been read."""
 
     running: Running
     start: int

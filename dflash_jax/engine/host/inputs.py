@@ -16,7 +16,7 @@ from dflash_jax.engine.host.constraints import fill_masks
 from dflash_jax.engine.host.scheduler import Running, Scheduler
 from dflash_jax.engine.host.sequence import Sequence
 
-COLDEST, HOTTEST = 1e-6, 1e6  # temperatures: beyond them, nothing but the range of float32 would change
+COLDEST, HOTTEST = 1e-6, 1e6  # temperatures are clipped to these: beyond, logits would leave the range of float32
 
 
 class SamplerRows:
@@ -39,11 +39,11 @@ class SamplerRows:
         self.rows = Sampler(**columns)
 
     def snapshot(self) -> Sampler:
-        """A copy: what is handed to the device may be read after the next change."""
+        """A copy for the device, which may read it after the next change."""
         return jax.tree.map(np.copy, self.rows)
 
     def put(self, slot: int, sequence: Sequence) -> None:
-        """A slot's sequence has changed."""
+        """Set a slot's row to the parameters of its new sequence."""
         params = sequence.params
         row = {
             "temperature": params.temperature and min(max(params.temperature, COLDEST), HOTTEST),
@@ -62,7 +62,7 @@ class SamplerRows:
 
 
 def controls_of(sequence: Sequence, vocab_size: int) -> Controls:
-    """The rows of one sequence as it is now, host arrays [V]."""
+    """The controls of one sequence as it is now, as host arrays [V]."""
 
     def marked(token_ids: Seq[int]) -> np.ndarray:
         row = np.zeros(vocab_size, bool)
@@ -85,7 +85,7 @@ def controls_of(sequence: Sequence, vocab_size: int) -> Controls:
 
 
 def uses_controls(sequence: Sequence) -> bool:
-    """Whether its tokens depend on what only `Controls` knows."""
+    """Whether its next tokens depend on `Controls`."""
     p = sequence.params
     is_early = len(sequence.output.token_ids) < p.min_tokens
     has_penalty = (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) != (0, 0, 1)
@@ -93,7 +93,7 @@ def uses_controls(sequence: Sequence) -> bool:
 
 
 def mode_of(sequence: Sequence) -> SamplingMode:
-    """The cheapest mode that samples a sequence rightly."""
+    """The cheapest sampling mode that is right for a sequence."""
     p = sequence.params
     if p.logprobs is not None:
         return "reported"
@@ -105,12 +105,12 @@ def mode_of(sequence: Sequence) -> SamplingMode:
 
 
 def mode_of_all(sequences: list[Sequence]) -> SamplingMode:
-    """The cheapest mode that samples all of them rightly."""
+    """The cheapest sampling mode that is right for all of these sequences."""
     return max({mode_of(sequence) for sequence in sequences}, key=MODES.index)
 
 
 def load_of(sequences: Seq[Sequence]) -> Load:
-    """What an engine must be compiled for to run all of these side by side."""
+    """The load of an engine that runs all of these sequences side by side."""
     params = [s.params for s in sequences]
     later: set[SamplingMode] = {"greedy" if p.temperature == 0 else "random" for p in params if p.min_tokens > 0}
     return Load(
@@ -143,7 +143,7 @@ def tables_of(scheduler: Scheduler, running: list[Running], rows: int, width: in
 
 
 def slots_of(running: Seq[Running | None], rows: int, *, padding: int) -> np.ndarray:
-    """Slots of the sequence of each row [B]; `padding` where there is none."""
+    """Slot of each row's sequence [B]; `padding` for a row without one."""
     slots = np.full(rows, padding, np.int32)
     slots[: len(running)] = [padding if r is None else r.slot for r in running]
     return slots
@@ -151,14 +151,19 @@ def slots_of(running: Seq[Running | None], rows: int, *, padding: int) -> np.nda
 
 def masks_of(
     running: Seq[Running | None], rows: int, length: int, block: jax.Array | None, vocab_size: int
-) -> UInt32[np.ndarray, "B T X"]:
-    """Bits of the tokens that each row may emit; waits for the block to be drafted."""
+) -> UInt32[np.ndarray, "B T X"] | None:
+    """Bits of the tokens that each row may emit; None if no sequence has a constraint.
+
+    Waits until the block has been drafted.
+    """
+    if not any(r.sequence.constraint for r in running if r):
+        return None
     allowed = np.full((rows, length, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
     drafts = np.zeros((rows, 1), np.int32) if block is None else np.asarray(block)
     batch = []
     for row, sequence in enumerate(r.sequence if r else None for r in running):
         if sequence is not None and sequence.constraint is not None:
-            if sequence.params.allowed_token_ids is not None:  # so that bad words leave something of these
+            if sequence.params.allowed_token_ids is not None:  # bad words must leave at least one of these
                 allowed[row] = bits_of(sequence.params.allowed_token_ids, allowed.shape[-1])
             batch.append((sequence.constraint, allowed[row], drafts[row, 1:length].tolist()))
     fill_masks(batch)
@@ -166,16 +171,16 @@ def masks_of(
 
 
 def chunk_of(pending: list[Running], rows: int, width: int, tables: Tables) -> Chunk:
-    """The next `width` tokens of each prompt, padded."""
+    """The chunk of the next `width` tokens of each prompt, padded to so many rows."""
     tokens = np.zeros((rows, width), np.int32)
     positions = np.full((rows, width), -1, np.int32)
-    length, emitted, anchor = np.zeros((3, rows), np.int32)
-    anchor -= 1
+    length, emitted = np.zeros((2, rows), np.int32)
+    anchor = np.full(rows, -1, np.int32)
     for row, running in enumerate(pending):
         part = running.text[running.prefilled : running.prefilled + width]
         tokens[row, : len(part)] = part
         positions[row, : len(part)] = np.arange(running.prefilled, running.prefilled + len(part))
-        before = running.sequence.output.token_ids  # of a preempted sequence
+        before = running.sequence.output.token_ids  # what it had emitted when it was preempted
         length[row], emitted[row] = len(running.text), len(before)
         anchor[row] = before[-1] if before else -1
     columns: dict[str, Any] = {

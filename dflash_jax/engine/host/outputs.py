@@ -1,23 +1,24 @@
-"""From what a step emitted to the tokens and log-probabilities of sequences. Pure host code."""
+"""Hands what steps emitted to sequences, and counts it. Pure host code."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from dflash_jax.base.values import Logprob
+from dflash_jax.base.values import EngineStats, Logprob
 from dflash_jax.engine.device.slots import Emitted, Logprobs
+from dflash_jax.engine.host.scheduler import Scheduler
 from dflash_jax.engine.host.sequence import Sequence, TokenLogprobs
 
 
 @dataclass
 class EmissionCounts:
-    """What steps have emitted since the engine's start.
+    """Counts of what steps have emitted since the engine's start.
 
     Attributes:
-        num_tokens: all of it.
+        num_tokens: emitted tokens.
         num_draft_tokens: drafts that rounds verified.
-        rounds_by_accepted: rounds that verified drafts, by how many of these became tokens.
+        rounds_by_accepted: rounds that verified drafts, by how many drafts became tokens.
     """
 
     num_tokens: int = 0
@@ -25,7 +26,7 @@ class EmissionCounts:
     rounds_by_accepted: list[int] = field(default_factory=list)
 
     def observe(self, length: int, taken: int) -> None:
-        """Count what a step of that `length`, as of `InFlight`, emitted for one sequence."""
+        """Count the `taken` tokens of one sequence, from a step whose `InFlight.length` is `length`."""
         self.num_tokens += taken
         if length > 1 and taken:
             self.num_draft_tokens += length - 1
@@ -34,15 +35,42 @@ class EmissionCounts:
 
     @property
     def num_accepted_tokens_per_pos(self) -> tuple[int, ...]:
-        """Drafts that became tokens, by their position in the block."""
+        """Drafts that became tokens, by position in the block."""
         return tuple(accumulate(reversed(self.rounds_by_accepted[1:])))[::-1]
 
 
+def stats_of(scheduler: Scheduler, emissions: EmissionCounts, num_compiles: int) -> EngineStats:
+    """The current load of an engine, and counts since its start."""
+    accepted = emissions.num_accepted_tokens_per_pos
+    return EngineStats(
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        kv_cache_usage=scheduler.usage,
+        num_prefix_queries=scheduler.num_prefix_queries,
+        num_prefix_hits=scheduler.num_prefix_hits,
+        num_preemptions=scheduler.num_preemptions,
+        num_compiles=num_compiles,
+        num_prompt_tokens=scheduler.num_prompt_tokens,
+        num_generation_tokens=emissions.num_tokens,
+        num_drafts=sum(emissions.rounds_by_accepted),
+        num_draft_tokens=emissions.num_draft_tokens,
+        num_accepted_tokens=sum(accepted),
+        num_accepted_tokens_per_pos=accepted,
+    )
+
+
 def take_emitted(sequence: Sequence, emitted: Emitted, row: int, count: int, *, length: int) -> int:
-    """Hand a running sequence the first `count` tokens of a row of a step of that `length`, as of `InFlight`.
+    """Append the emitted tokens of one row to a sequence, with their log-probabilities if it wants them.
+
+    Args:
+        sequence: the sequence.
+        emitted: results of the step.
+        row: the sequence's row.
+        count: how many tokens the row has emitted.
+        length: `InFlight.length` of the step.
 
     Returns:
-        How many it has taken.
+        How many tokens it has taken: it may end before the last.
     """
     tokens = emitted.tokens[row, :count].tolist()
     logprobs = None
@@ -57,28 +85,29 @@ def take_emitted(sequence: Sequence, emitted: Emitted, row: int, count: int, *, 
     return taken
 
 
-def take_prompt_logprobs(sequence: Sequence, found: Logprobs, start: int) -> None:
-    """Hand a sequence the log-probabilities of its prompt's tokens from `start` + 1 on, those it has not had yet."""
+def take_prompt_logprobs(sequence: Sequence, scored: Logprobs, start: int) -> None:
+    """Append the log-probabilities of a prompt's tokens from `start` + 1 on that the sequence does not have yet."""
     wanted = sequence.params.prompt_logprobs
     assert wanted is not None
     first = start + 1  # the position of the first token that is scored
     known = len(sequence.prompt_logprobs) + 1
-    end = min(first + found.chosen.shape[1], len(sequence.prompt_token_ids))
+    end = min(first + scored.chosen.shape[1], len(sequence.prompt_token_ids))
     tokens = sequence.prompt_token_ids[known:end]
-    sequence.prompt_logprobs += alternatives(found, 0, slice(known - first, end - first), tokens, wanted, sequence)
+    sequence.prompt_logprobs += alternatives(scored, 0, slice(known - first, end - first), tokens, wanted, sequence)
 
 
 def alternatives(
-    found: Logprobs, row: int, columns: slice, tokens: list[int], wanted: int, sequence: Sequence
+    logprobs: Logprobs, row: int, columns: slice, tokens: list[int], wanted: int, sequence: Sequence
 ) -> list[TokenLogprobs]:
-    """For each of the tokens in some columns of a row: itself, and the likeliest alternatives."""
-    chosen, rank = found.chosen[row, columns].tolist(), found.rank[row, columns].tolist()
-    top, top_tokens = found.top[row, columns, :wanted].tolist(), found.top_tokens[row, columns, :wanted].tolist()
-    decode, listed = sequence.decode_one, []
-    for token, own, own_rank, others, theirs in zip(tokens, chosen, rank, top_tokens, top, strict=True):
-        entries = {token: Logprob(own, own_rank, decode(token))}
-        for i, (other, logprob) in enumerate(zip(others, theirs, strict=True)):
+    """Log-probabilities of each token in some columns of a row, and of the `wanted` most probable ones beside it."""
+    chosen, ranks = logprobs.chosen[row, columns].tolist(), logprobs.rank[row, columns].tolist()
+    top = logprobs.top[row, columns, :wanted].tolist()
+    top_tokens = logprobs.top_tokens[row, columns, :wanted].tolist()
+    decode, result = sequence.decode_one, []
+    for token, logprob, rank, others, other_logprobs in zip(tokens, chosen, ranks, top_tokens, top, strict=True):
+        entries = {token: Logprob(logprob, rank, decode(token))}
+        for i, (other, other_logprob) in enumerate(zip(others, other_logprobs, strict=True)):
             if other not in entries:
-                entries[other] = Logprob(logprob, i + 1, decode(other))
-        listed.append(entries)
-    return listed
+                entries[other] = Logprob(other_logprob, i + 1, decode(other))
+        result.append(entries)
+    return result

@@ -1,4 +1,4 @@
-"""A request while it runs: its prompt, checked, and the sequences that complete it."""
+"""A running request: its checked prompt and the sequences that complete it; and the checks of prompt and parameters."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Request:
 
     @property
     def queue_time(self) -> float | None:
-        """Seconds that it has waited for the start of its prefill, None while it waits."""
+        """Seconds that it waited for the start of its prefill; None while it waits."""
         started = self.sequences[0].started
         return None if started is None else max(started - self.started, 0.0)
 
     def touch(self) -> None:
-        """Note the time if its first token has come."""
+        """Note the time when its first token is seen."""
         if self.first_token_time is None and any(s.output.token_ids for s in self.sequences):
             self.first_token_time = time.perf_counter() - self.started
 
@@ -121,27 +121,27 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int) ->
     Raises:
         RequestError: it is neither text nor token ids, it is empty, or an id is not in the vocabulary.
     """
-    given: Any = prompt  # whatever the caller gave, whatever its annotation says
-    if isinstance(given, Mapping) and "prompt_token_ids" in given:
-        listed = given["prompt_token_ids"]
+    unchecked: Any = prompt  # a caller may pass anything, whatever the annotation says
+    if isinstance(unchecked, Mapping) and "prompt_token_ids" in unchecked:
+        listed = unchecked["prompt_token_ids"]
         if not isinstance(listed, Iterable) or isinstance(listed, str | bytes):
             raise RequestError(f"prompt_token_ids of type {type(listed).__name__} is not a list of token ids.")
         text, ids = None, list(listed)
-    elif isinstance(given, Mapping) and isinstance(given.get("prompt"), str):
-        return tokenize(given["prompt"], tokenizer, vocab_size=vocab_size)
-    elif isinstance(given, str):
+    elif isinstance(unchecked, Mapping) and isinstance(unchecked.get("prompt"), str):
+        return tokenize(unchecked["prompt"], tokenizer, vocab_size=vocab_size)
+    elif isinstance(unchecked, str):
         if tokenizer is None:
             raise RequestError(
                 "a text prompt needs a tokenizer and the model folder has none; give {'prompt_token_ids': [...]}."
             )
-        text, ids = given, tokenizer.encode(given)
+        text, ids = unchecked, tokenizer.encode(unchecked)
     else:
         raise RequestError(
             f"a prompt of type {type(prompt).__name__} is not a string nor {{'prompt_token_ids': [...]}}."
         )
     if not ids:
         raise RequestError("the prompt is empty; give at least one token.")
-    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:  # as a long prompt should be checked
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:  # the fast check, for long prompts
         return text, ids
     for token in ids:
         if not is_int(token) or not 0 <= token < vocab_size:
@@ -150,7 +150,7 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int) ->
 
 
 def cache_salt_of(prompt: Prompt) -> str | None:
-    """The `cache_salt` of a prompt, None if it brings none.
+    """The `cache_salt` of a prompt; None if it has none.
 
     Raises:
         RequestError: it is not a string, or it is empty.
@@ -201,14 +201,14 @@ def one_each(params: SamplingParams | Seq[SamplingParams], number: int) -> list[
     """Sampling parameters for each of a number of prompts.
 
     Raises:
-        RequestError: they are something else, or more or fewer than prompts.
+        RequestError: they are not SamplingParams, or not as many as prompts.
     """
     if isinstance(params, SamplingParams):
         return [params] * number
     listed: list[Any] = list(params) if isinstance(params, list | tuple) else [params]
-    for each in listed:
-        if not isinstance(each, SamplingParams):
-            raise RequestError(f"sampling_params of type {type(each).__name__} are not SamplingParams.")
+    for item in listed:
+        if not isinstance(item, SamplingParams):
+            raise RequestError(f"sampling_params of type {type(item).__name__} are not SamplingParams.")
     if len(listed) != number:
         raise RequestError(f"{len(listed)} sampling_params for {number} prompts; give one, or one for each prompt.")
     return listed

@@ -1,9 +1,11 @@
-"""Who runs: slots and pages for sequences, first come first served. Pure host code.
+"""Which sequences run: slots and units of state for them, first come first served. Pure host code.
 
-A sequence is admitted when a slot and pages for its prompt are free, is prefilled in chunks, then takes part in every
-round. Its pages are reserved ahead of the rounds that are in flight. When pages run out, the sequence that came last
-gives its own back and waits again; what it has emitted becomes part of its prompt. After a step that failed, the
-sequences of it run alone until each has got through a round.
+A sequence is admitted when a slot and units for its prompt are free, is prefilled in chunks, then takes part in every
+round. Units are reserved ahead of the rounds in flight. When they run out, the sequence that came last is preempted: it
+gives its units back and waits again, and what it has emitted becomes part of its prompt. After a failed step each of
+its sequences is suspect, and runs alone until it has completed a round.
+
+What units are (pages, of every token or of a window) is the business of the groups in the layout.
 """
 
 from __future__ import annotations
@@ -21,17 +23,18 @@ from dflash_jax.state.pages import NO_PAGE, IntegrityError, PageHash, PagePool, 
 
 @dataclass(eq=False)
 class Running:
-    """A sequence that holds a slot and pages.
+    """A sequence that holds a slot and units.
 
     Attributes:
-        sequence: what it completes.
-        slot: its row on the device.
-        text: tokens to prefill: the prompt, and all that was emitted before a preemption but the last token.
-        prefilled: how many of them are in the cache.
+        sequence: the prompt and its completion.
+        slot: its row in the state on the device.
+        text: tokens to prefill: the prompt and, after a preemption, all emitted tokens but the last.
+        prefilled: how many tokens of `text` are in the cache.
         in_flight: rounds that are enqueued and not yet read.
-        last_round: number of the last round that was planned for it, among all that the planner has numbered.
-        deferred: tokens whose features wait to become context of the drafter, the last ones of the rounds enqueued.
+        last_round: number of the last round that was planned for it, as the planner numbers rounds.
+        deferred: newest processed tokens whose features wait to become context of the drafter.
         has_controls: whether the device knows its penalties, biases and stops.
+        released: whether it has given its slot and units back; results that are still in flight are dropped.
         units: what it owns in each group of the layout.
         reserved: positions that its units hold in every group.
         remembered: whole pages that the prefix cache knows of, counted from the first.
@@ -57,12 +60,12 @@ class Running:
 
     @property
     def length(self) -> int:
-        """Tokens that the target has certainly processed; rounds in flight will have processed more."""
+        """Tokens that the target has processed for certain; rounds in flight will add more."""
         return max(len(self.text), len(self.sequence.prompt_token_ids) + len(self.sequence.output.token_ids) - 1)
 
     @property
     def may_emit(self) -> bool:
-        """Whether the rounds in flight leave it anything to emit."""
+        """Whether it may emit tokens beyond those of the rounds in flight."""
         emitted = max(len(self.sequence.output.token_ids), 1) + self.in_flight
         return not self.released and self.is_prefilled and emitted < self.sequence.max_new_tokens
 
@@ -110,10 +113,10 @@ class Scheduler:
         return admitted
 
     def _may_start(self, sequence: Sequence) -> bool:
-        """Whether nothing speaks against a waiting sequence but pages."""
+        """Whether a waiting sequence may start if there are units for it."""
         if sequence.suspect or any(r.sequence.suspect for r in self.running):
             return not self.running
-        # The first completion of a prompt fills the pages that the others share.
+        # The other completions of a prompt wait until the first has filled the pages that they share.
         return not any(r.sequence is sequence.first and not r.is_prefilled for r in self.running)
 
     def reserve_round(self, running: Running) -> bool:
@@ -157,13 +160,13 @@ class Scheduler:
             table[running.slot] = NO_PAGE
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence that waits or runs; one that does neither is ignored."""
+        """Stop a sequence that waits or runs; ignore one that does neither."""
         self.waiting = deque(waiting for waiting in self.waiting if waiting is not sequence)
         for running in [r for r in self.running if r.sequence is sequence]:
             self.release(running)
 
     def preempt_last(self) -> Running:
-        """Make the sequence that came last wait again, in front of all others."""
+        """Preempt the sequence that came last: it waits again, in front of all others."""
         last = self.running[-1]
         self.release(last)
         self.waiting.appendleft(last.sequence)
@@ -181,10 +184,10 @@ class Scheduler:
             pool.forget_all()
 
     def requeue(self) -> list[Sequence]:
-        """After a failed step: everything in the cache is lost, and who ran waits again, in front of all others.
+        """Preempt all sequences and forget the cache, whose contents a failed step has lost.
 
         Returns:
-            Who ran, oldest first.
+            The sequences that ran, oldest first; they wait in front of all others.
         """
         lost = [running.sequence for running in self.running]
         for running in list(self.running):
@@ -216,7 +219,7 @@ class Scheduler:
         groups, length = layout.groups, len(sequence.prompt_token_ids) + max(len(emitted) - 1, 0)
         hashes: list[PageHash] = []
         if sequence.cache_salt is not None and not sequence.wants_prompt_logprobs:
-            # The last token of a prompt is always processed: its logits are wanted.
+            # No hit covers the last token of a prompt: its logits are needed.
             whole_pages = (length - 1) // layout.page_size
             hashes = self._hashes(sequence, whole_pages)[:whole_pages]
         hit = min(group.longest_hit(pool, hashes) for group, pool in zip(groups, self.pools, strict=True))

@@ -11,7 +11,7 @@ from dflash_jax.engine.host.constraints import Constraint
 from dflash_jax.text.tokenizer import Detokenizer, Tokenizer
 
 TokenLogprobs = dict[int, Logprob]
-DECODED_AT_ONCE = 16  # tokens: what ends inside a character waits together
+DECODED_AT_ONCE = 16  # tokens handed to the detokenizer in one call
 
 
 @dataclass(slots=True)
@@ -20,20 +20,20 @@ class Sequence:
 
     Attributes:
         prompt_token_ids: the prompt.
-        params: of the request.
-        seed: 64 bits; `params.seed` plus the completion's index, or drawn by the engine.
-        eos_token_ids: tokens that end it, empty with `ignore_eos`.
-        max_new_tokens: most tokens it may emit, within `max_model_len`.
-        output: what came so far; its text up to the last `publish_text`, which the end calls as well.
-        constraint: what its text must obey, None for anything.
-        first: the first completion of the same prompt, whose pages the others share; None for that one itself.
-        cache_salt: prefix-cache pages are shared among sequences of equal salt only; None shares nothing.
-        acceptance_lengths: tokens of each round.
+        params: sampling parameters of the request.
+        seed: 64 bits; `params.seed` plus the completion's index, or drawn by the frontend.
+        eos_token_ids: tokens that end it; empty with `ignore_eos`.
+        max_new_tokens: most tokens that it may emit, within `max_model_len`.
+        output: what came so far; its text is that of the last `publish_text`, which is also called at the end.
+        constraint: grammar that its text must obey; None for none.
+        first: the first completion of the same prompt, whose pages the others share; None for the first itself.
+        cache_salt: prefix-cache pages are shared only among sequences of equal salt; None shares nothing.
+        acceptance_lengths: tokens emitted by each round.
         draft_lengths: drafts verified by each round.
-        started: `time.perf_counter()` when it was first admitted, None while it waits.
-        prompt_logprobs: of the prompt's second token and those after it, as far as they are known.
+        started: `time.perf_counter()` when it was first admitted; None while it waits.
+        prompt_logprobs: log-probabilities of the prompt's tokens from the second on, as far as they are known.
         num_cached_tokens: prompt tokens that the prefix cache had.
-        suspect: whether a step that it took part in has failed.
+        suspect: whether a step that it took part in has failed, and it has completed no round since.
         page_hashes: hashes of the first whole pages of prompt and completion, as far as the scheduler has made them.
     """
 
@@ -79,7 +79,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of its prompt are still to come."""
+        """Whether log-probabilities of its prompt are wanted and not all known."""
         wanted = self.params.prompt_logprobs is not None and self.output.index == 0
         return wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids) - 1
 
@@ -91,7 +91,7 @@ class Sequence:
     def tokens_between(self, start: int, end: int) -> list[int]:
         """Tokens of prompt and completion from one position up to another."""
         before = len(self.prompt_token_ids)
-        if start >= before:  # no copy of a long text for a few tokens of it
+        if start >= before:  # do not copy a long prompt for a few tokens
             return self.output.token_ids[start - before : end - before]
         return self.prompt_token_ids[start:end] + self.output.token_ids[: max(end - before, 0)]
 
@@ -100,8 +100,8 @@ class Sequence:
         return None if self.tokenizer is None else self.tokenizer.decode_one(token)
 
     def extend(self, tokens: Iterable[int], logprobs: Seq[TokenLogprobs] | None) -> int:
-        """Append what a step emitted, up to where the completion ends; returns how many tokens were taken."""
-        if self.finished or self._is_broken():  # by its tokenizer or its constraint, whose masks meant nothing then
+        """Append the tokens of a step up to where the completion ends; return how many were taken."""
+        if self.finished or self._is_broken():  # a constraint that broke has let any token pass
             return 0
         tokens, taken = list(tokens), 0
         if logprobs is None and self.constraint is None and self._cannot_end_in(tokens):
@@ -119,12 +119,12 @@ class Sequence:
         return taken
 
     def _cannot_end_in(self, tokens: list[int]) -> bool:
-        """Whether none of these tokens can be the last, which need not be asked of each then."""
+        """Whether none of these tokens can be the last: then they need not be checked one by one."""
         count = len(self.output.token_ids) + len(tokens)
         return not self.params.stop and count < self.max_new_tokens and self._stop_ids.isdisjoint(tokens)
 
     def _completes(self, token: int) -> bool:
-        """Whether its constraint has nothing to follow its newest token, whatever else the round emitted, or broke."""
+        """Whether it ends with its newest token because its constraint allows no further token, or has broken."""
         if self.constraint is not None:
             self.constraint.accept([token])
             if not self._is_broken() and self.constraint.is_complete:
@@ -132,14 +132,14 @@ class Sequence:
         return self.finished
 
     def _is_broken(self) -> bool:
-        """Whether its constraint cannot go on; it has failed then."""
+        """Whether its constraint has failed; the sequence then fails with the same error."""
         error = None if self.constraint is None else self.constraint.error
         if error is not None:
             self.fail(error)
         return error is not None
 
     def fail(self, cause: str) -> None:
-        """End it because something went wrong; what it has emitted stays."""
+        """End it with an error; its output keeps what was emitted."""
         self.output.finish_reason, self.output.error = "error", cause
 
     def _add_logprobs(self, token: int, alternatives: TokenLogprobs) -> None:
@@ -149,7 +149,7 @@ class Sequence:
         self.output.cumulative_logprob += alternatives[token].logprob
 
     def _ends_with(self, token: int) -> bool:
-        """Whether the completion ends with this, its newest, token."""
+        """Whether the completion ends with this token, its newest."""
         count = len(self.output.token_ids)
         may_stop = count > self.params.min_tokens
         if may_stop and token in self._stop_ids:
@@ -167,7 +167,7 @@ class Sequence:
         return self.finished
 
     def _decode(self, count: int) -> None:
-        """Bring the text up to so many tokens."""
+        """Extend the text to the first `count` tokens."""
         if self._detokenizer is not None:
             while self._decoded < count:
                 start, self._decoded = self._decoded, min(self._decoded + DECODED_AT_ONCE, count)
@@ -175,17 +175,17 @@ class Sequence:
 
     def _stop_string(self) -> bool:
         """End at the earliest stop string in the unchecked text, if there is one."""
-        found = [(at, stop) for stop in self.params.stop if (at := self._text.find(stop, self._unchecked)) >= 0]
-        if not found:
+        matches = [(at, stop) for stop in self.params.stop if (at := self._text.find(stop, self._unchecked)) >= 0]
+        if not matches:
             return False
-        at, stop = min(found)
+        at, stop = min(matches)
         self._text = self._text[: at + len(stop) if self.params.include_stop_str_in_output else at]
-        self._detokenizer = None  # what waits in it comes after the end
+        self._detokenizer = None  # what it holds back lies behind the end
         self._finish("stop", stop)
         return True
 
     def _finish(self, reason: str, stop_reason: int | str | None, *, shown: int | None = None) -> None:
-        """End it, with a text of so many tokens; None of all."""
+        """End it, with the text of its first `shown` tokens; None shows all."""
         self._decode(len(self.output.token_ids) if shown is None else shown)
         if self._detokenizer is not None:
             self._text += self._detokenizer.flush()
@@ -193,10 +193,10 @@ class Sequence:
         self.output.finish_reason, self.output.stop_reason = reason, stop_reason
 
     def publish_text(self) -> None:
-        """Bring `output.text` up to date: nobody pays for text in between that nobody reads."""
+        """Bring `output.text` up to date: text is only made when it is read."""
         try:
             self._decode(len(self.output.token_ids))
-        except Exception as error:  # of the tokenizer, which is not ours: it costs this completion alone
+        except Exception as error:  # raised by the tokenizer library: end this completion alone
             self._detokenizer = None
             self.fail(f"{type(error).__name__}: {error}")
         shown = len(self._text) if self.finished else max(len(self._text) - self._holdback, 0)

@@ -1,4 +1,4 @@
-"""What an engine enqueues next: which sequences, and by which of the programs that are compiled."""
+"""What an engine enqueues next: which sequences, and with which of the compiled programs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class PlannedChunk:
 
     Attributes:
         running: the prompts, oldest first.
-        starting: of each, the sequence if its first token follows, else None.
-        rows: of the program.
+        starting: for each prompt, its sequence if the prompt ends in this chunk and its first token follows, else None.
+        rows: rows of the program.
         width: tokens a row.
-        programs: that it takes, the prefill first.
+        programs: programs to run, the prefill first.
     """
 
     running: list[Running]
@@ -39,10 +39,10 @@ class PlannedRound:
 
     Attributes:
         running: the sequences.
-        rows: of its programs.
+        rows: rows of its programs.
         length: tokens to verify.
-        mode: what the most demanding sequence needs.
-        programs: that it takes, in their order.
+        mode: sampling mode that the most demanding sequence needs.
+        programs: programs to run, in their order.
     """
 
     running: list[Running]
@@ -53,14 +53,14 @@ class PlannedRound:
 
 
 class Offer(NamedTuple):
-    """A round that could be enqueued now, but for its length.
+    """A round that could be enqueued now, once its length is chosen.
 
     Attributes:
         running: its sequences.
-        rows: of its programs.
-        mode: what the most demanding sequence needs.
-        programs: of each length that it may verify, ascending.
-        ready: lengths whose programs are compiled, one at least.
+        rows: rows of its programs.
+        mode: sampling mode that the most demanding sequence needs.
+        programs: programs by the length to verify, ascending.
+        ready: lengths whose programs are compiled; at least one.
     """
 
     running: list[Running]
@@ -71,13 +71,13 @@ class Offer(NamedTuple):
 
 
 class Planner:
-    """Picks among the programs that are compiled, and has better ones compiled meanwhile.
+    """Picks among the compiled programs, and has better ones compiled meanwhile.
 
-    So nobody's stream stops while something is compiled for another. Where nothing is compiled that could go on, the
-    programs of one sequence come first, which all can use by turns.
+    No stream has to wait while programs for another request are compiled. Where no compiled program can run any
+    sequence, programs of one row are compiled first: all sequences can use them in turns.
 
     Attributes:
-        lengths: chooses how many tokens a round verifies; None where all verify the whole block.
+        lengths: chooses how many tokens a round verifies; None if every round verifies the whole block.
     """
 
     def __init__(self, shapes: Shapes, layout: Layout, runner: ModelRunner, lengths: BlockLengths | None):
@@ -87,7 +87,7 @@ class Planner:
         self._num_rounds = 0
 
     def prefill(self, pending: list[Running]) -> PlannedChunk | None:
-        """A prefill of prompts that wait, oldest first; None if none can be made of compiled programs."""
+        """The next prefill of prompts that wait, oldest first; None if no compiled programs can do one."""
         best = self.best_prefill(pending)
         if self._runner.is_ready(best.programs):
             return best
@@ -99,14 +99,14 @@ class Planner:
         return chosen
 
     def best_prefill(self, pending: list[Running]) -> PlannedChunk:
-        """A prefill of prompts that wait, if everything were compiled."""
+        """The prefill that would be run if every program were compiled."""
         longest = max(map(left_of, pending))
         if pending[0].sequence.wants_prompt_logprobs:
             return self._chunk(pending, *self._shapes.scored_chunk(longest))
         return self._chunk(pending, *self._shapes.chunk(len(pending), longest))
 
     def _ready_prefill(self, pending: list[Running]) -> PlannedChunk | None:
-        """The compiled prefill that processes most tokens, and pads no more than three of four; None without one."""
+        """The compiled prefill that processes most tokens, with at most three quarters padding; None without one."""
         widest = max(4 * max(map(left_of, pending)), self._shapes.chunk_for_all)
         fitting = [(r, w) for r, w in self._shapes.prefills() if w <= widest and r <= 4 * len(pending)]
         most_first = sorted(fitting, key=lambda size: -sum(min(left_of(r), size[1]) for r in pending[: size[0]]))
@@ -114,7 +114,7 @@ class Planner:
         return next((chunk for chunk in chunks if self._runner.is_ready(chunk.programs)), None)
 
     def _chunk(self, pending: list[Running], rows: int, width: int) -> PlannedChunk:
-        """A prefill of the first of these prompts."""
+        """A prefill of so many rows and tokens a row, of the first of these prompts."""
         pending = pending[:rows]
         starting = [r if left_of(r) <= width and not r.sequence.output.token_ids else None for r in pending]
         mode = mode_of_all([r.sequence for r in starting if r]) if any(starting) else None
@@ -125,10 +125,10 @@ class Planner:
         return PlannedChunk(pending, starting, rows, width, programs)
 
     def round(self, running: list[Running]) -> PlannedRound | None:
-        """The next round of these sequences; None if none can be made of compiled programs.
+        """The next round of these sequences; None if no compiled programs can do one.
 
-        It may have rows to spare, or another length than would be best. Where no program takes all of the sequences,
-        they take turns, so that none of them stands still.
+        It may have more rows than it needs, or another length than would be best. Where no compiled program takes all
+        sequences, they take turns, so that all of them advance.
         """
         offer = self._offer(running) or self._turn(running)
         if offer is None:
@@ -146,7 +146,7 @@ class Planner:
         return planned
 
     def _turn(self, running: list[Running]) -> Offer | None:
-        """As many sequences as fill a compiled program, those first whose last round is longest ago."""
+        """A round of as many sequences as a compiled program takes: those whose last round is longest ago."""
         by_turn = sorted(running, key=lambda r: r.last_round)
         able = [r for r in by_turn if self._offer([r])]
         full = [rows for rows in reversed(self._shapes.batches) if rows < len(able)]
@@ -154,18 +154,18 @@ class Planner:
         return next(filter(None, offers), None)
 
     def _least_round(self, running: list[Running]) -> PlannedRound:
-        """A round of the sequence that came first, by as few programs as any takes."""
+        """A round of the oldest sequence, with the fewest programs that a round can take."""
         mode, length = mode_of_all([running[0].sequence]), self._lengths_for(running[:1], 1)[0]
         return PlannedRound(running[:1], 1, length, mode, self.programs(running[:1], 1, length, mode))
 
     def best_round(self, running: list[Running]) -> PlannedRound:
-        """A round of all of these that verifies as much as may pay, if everything were compiled."""
+        """The longest round of all these sequences that might be chosen if every program were compiled."""
         rows, mode = self._shapes.batch(len(running)), mode_of_all([r.sequence for r in running])
         length = self._lengths_for(running, rows)[-1]
         return PlannedRound(running, rows, length, mode, self.programs(running, rows, length, mode))
 
     def _offer(self, running: list[Running]) -> Offer | None:
-        """A round of all of these, of the fewest rows for which programs are compiled."""
+        """A round of all these sequences, with the fewest rows for which programs are compiled."""
         mode = mode_of_all([r.sequence for r in running])
         for rows in self._shapes.batches:
             if rows >= len(running):
@@ -176,7 +176,7 @@ class Planner:
         return None
 
     def _programs_by_length(self, running: list[Running], rows: int, mode: SamplingMode) -> dict[int, list[StepShape]]:
-        """Those of each length that a round may verify; worked out once, since the host has no time to spare."""
+        """Programs by the length to verify; kept, since making the list anew would cost the host time in each round."""
         lengths, deferred = self._lengths_for(running, rows), most_deferred(running)
         pages = self._shapes.table(self._pages_of(running))
         key = rows, lengths, pages, mode, deferred
@@ -188,7 +188,7 @@ class Planner:
         return self._by_length[key]
 
     def _chosen(self, offer: Offer) -> PlannedRound:
-        """The round of the length that pays most among those that are compiled; one that would pay more is compiled."""
+        """The round of the compiled length that pays most; has a length that would pay more compiled meanwhile."""
         running, rows, mode, programs, ready = offer
         length = ready[-1]
         if len(programs) > 1 and self.lengths is not None:
@@ -199,41 +199,41 @@ class Planner:
         return PlannedRound(running, rows, length, mode, programs[length])
 
     def programs(self, running: list[Running], rows: int, length: int, mode: SamplingMode) -> list[StepShape]:
-        """Those of a round of these sequences."""
+        """Programs of a round of these sequences."""
         is_late = catches_up(most_deferred(running), length)
         return self._shapes.of_round(rows, length, self._pages_of(running), mode, catches_up=is_late)
 
     def _lengths_for(self, running: list[Running], rows: int) -> tuple[int, ...]:
-        """How many tokens a round may verify, ascending; the choice among them changes no output."""
+        """How many tokens a round may verify, ascending; outputs do not depend on the choice."""
         if not any(r.sequence.params.speculation for r in running):
             return (1,)
         return self._shapes.lengths_at(rows) if self.lengths else (self._layout.block,)
 
     def _pages_of(self, running: list[Running]) -> int:
-        """No more than these sequences can grow to, so that the width of their tables seldom changes while they run."""
+        """Pages that the longest of these sequences can grow to, so that the width of tables seldom changes."""
         sequences = [r.sequence for r in running]
         return self.pages_for(max([len(s.prompt_token_ids) + s.max_new_tokens for s in sequences]))
 
     def pages_for(self, tokens: int) -> int:
-        """Pages of a sequence of so many tokens, and of the rounds in flight behind it."""
+        """Pages of a sequence of so many tokens, and of two rounds in flight."""
         return self._layout.pages_for(tokens + 2 * self._layout.block)
 
 
 def left_of(running: Running) -> int:
-    """Tokens of a prompt that are still to be prefilled."""
+    """Tokens of a prompt that have not been prefilled."""
     return len(running.text) - running.prefilled
 
 
 def lacks_controls(running: Running) -> bool:
-    """Whether the device must still be told its penalties, biases and stops."""
+    """Whether it uses penalties, biases or stops that the device has not been told."""
     return not running.has_controls and uses_controls(running.sequence)
 
 
 def most_deferred(running: list[Running]) -> int:
-    """Tokens of a sequence whose features wait to become context of the drafter, at most."""
+    """The most tokens of any of these sequences whose features are deferred."""
     return max([r.deferred for r in running])
 
 
 def catches_up(deferred: int, length: int) -> bool:
-    """Whether a round must write the drafter's context first: one that drafts needs it, and little may wait."""
+    """Whether a round must write deferred context first: it drafts, or no more may be deferred."""
     return deferred == DEFERRED or (length > 1 and deferred > 0)

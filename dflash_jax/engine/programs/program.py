@@ -13,28 +13,28 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.engine.device.slots import FlatParams
 
-MOST_REHEARSED = 1 << 30  # bytes of arguments; the embedded pair's take 360 MB, SmolLM2's pages alone 4 GB
+MOST_REHEARSED = 1 << 30  # bytes of arguments that a rehearsal may allocate; the embedded pair's take 360 MB
 
 
 class Program:
     """One step compiled for one set of shapes; call it with the step's positional arguments.
 
-    JAX sees a function of flat arrays: what our classes hold is taken apart and put together here, once a call. Each
-    program has a `jax.jit` of its own, which lets it be dropped; JAX's caches of a shared function do not.
+    JAX sees a function of flat arrays: arguments are flattened, and results unflattened, once a call. Each program has
+    a `jax.jit` of its own, so that it can be dropped; JAX's caches of a shared function cannot.
 
     Args:
-        compile: compiles a program, unless it is, and gives its executable.
-        label: names it in logs: the step and its shapes.
+        compile: compiles a program if it is not compiled yet, and returns its executable.
+        label: step and shapes, for logs.
         function: the step.
-        donated: names of its positional arguments that it changes in place.
-        arguments: positional; shapes, dtypes and places count, values do not.
+        donated: names of the positional arguments that it changes in place.
+        arguments: positional arguments; only their shapes, dtypes and shardings matter.
         static: keyword arguments that are compiled in.
-        compiler_options: XLA's.
+        compiler_options: options of XLA.
 
     Attributes:
         step: name of the step.
-        executable: what is compiled of it; None before, and once it was dropped.
-        error: why it could not be compiled beside the engine; whoever calls it next is told.
+        executable: the compiled program; None before it is compiled and after it was dropped.
+        error: why it could not be compiled in the background; raised by the next call.
         used: when it was called last, as `time.monotonic` counts.
     """
 
@@ -61,11 +61,11 @@ class Program:
 
     @property
     def key(self) -> tuple:
-        """What two programs have in common that are one."""
+        """What programs are equal by: those with the same key are compiled once."""
         return self._function, self._structure, tuple(self._leaves), tuple(self.static.items())
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run it, compiling it first if need be; raises what compiling raised."""
+        """Run the program, after compiling it if it is not compiled; raises what compiling raises."""
         executable = self.executable or self._compile(self)
         self.used = time.monotonic()
         first, *others = arguments
@@ -73,23 +73,23 @@ class Program:
         return self._result.unflatten(executable(*parameters, *jax.tree.leaves(others)))
 
     def lower(self) -> jax.stages.Lowered:
-        """Trace it, which is Python's work."""
+        """Trace and lower it, which holds Python's lock."""
 
         def flat(*leaves: Any) -> list[Any]:
             results = self._function(*self._structure.unflatten(leaves), **self.static)
             self._result = jax.tree.structure(results)
             return jax.tree.leaves(results)
 
-        flat.__name__ = self.step  # by which profiles know it
+        flat.__name__ = self.step  # its name in profiles
         jitted = jax.jit(flat, donate_argnums=self._donated, compiler_options=self._options)
         return jitted.lower(*self._leaves)
 
     def rehearse(self, executable: Callable[..., Any]) -> None:
-        """Run what was compiled of it over zeros, unless they are many.
+        """Run a new executable once over zeros, unless these would fill more than `MOST_REHEARSED`.
 
-        XLA's CPU backend builds the graphs of YNNPACK when a program runs first: 80 to 130 ms with the embedded pair,
-        whose rounds take 10. A stream should not wait for that. Programs over several devices are left out: two that
-        run at once may wait for each other for ever.
+        XLA's CPU backend builds the graphs of YNNPACK in a program's first run: 80 to 130 ms with the embedded pair,
+        whose rounds take 10 ms. No stream should wait for that. Programs over several devices are not rehearsed: two
+        that run at the same time could deadlock.
         """
         is_spread = any(leaf.sharding is not None and leaf.sharding.num_devices > 1 for leaf in self._leaves)
         if not is_spread and sum(leaf.size * leaf.dtype.itemsize for leaf in self._leaves) <= MOST_REHEARSED:
@@ -98,9 +98,9 @@ class Program:
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """What a program depends on of an argument: arrays that the host hands over may lie anywhere.
+    """Shape, dtype and sharding of an argument; arrays of the host have no sharding.
 
-    Steps give state back with other words for the same place, which here are one.
+    Shardings are normalised, since steps return state with different specs for the same sharding.
     """
     place = getattr(leaf, "sharding", None)
     if isinstance(place, NamedSharding):
@@ -112,7 +112,7 @@ def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _donated_leaves(function: Callable[..., Any], donated: Sequence[str], arguments: Sequence[Any]) -> tuple[int, ...]:
-    """Places of the donated arguments' arrays among all arrays."""
+    """Indices of the donated arguments' leaves among the leaves of all arguments."""
     names = list(inspect.signature(function).parameters)[: len(arguments)]
     counts = [len(jax.tree.leaves(argument)) for argument in arguments]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]

@@ -1,4 +1,4 @@
-"""What lives on the devices: parameters, caches, the state of all slots; and the steps that change it."""
+"""What lives on the devices (parameters, caches, state of all slots), and the calls of the steps that change it."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from dflash_jax.state.layout import Layout
 
 
 class ModelRunner:
-    """Enqueues steps on the devices and waits for none of them.
+    """Enqueues steps on the devices, and waits for none of them.
 
     Attributes:
-        params: the target's and the drafter's.
-        slots: state of all slots, as it will be when all that is enqueued is done.
-        caches: likewise.
+        params: parameters of target and drafter.
+        slots: state of all slots, as it will be after all enqueued steps.
+        caches: what is kept of processed tokens, as it will be after all enqueued steps.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class ModelRunner:
         self._make_state()
 
     def _hand_over(self) -> None:
-        """The parameters in the form that steps take them in."""
+        """Bring the parameters into the forms that steps take."""
         target, draft = self.params
         self._flat_params = FlatParams.of(({**target, **self._beside}, draft))
-        # What steps need that run no layer of the target: each array handed to a step costs the host time.
+        # Steps that run no layer of the target get the other parameters alone: each array costs the host time.
         outside = {name: value for name, value in target.items() if not name.startswith("layers_")}
         self._shared = ({**outside, **self._beside}, draft)
 
@@ -83,13 +83,13 @@ class ModelRunner:
         self._masks: dict[tuple[int, int], Any] = {}  # by rows and tokens
 
     def reset(self) -> None:
-        """Empty the caches and the slots: a step that failed may have taken them with it."""
-        del self.caches  # before there are new ones: memory may be short
+        """Make empty caches and slots: a failed step may have destroyed the donated ones."""
+        del self.caches  # frees their memory before new ones are made
         self._make_state()
 
     @property
     def confirm(self) -> Confirm:
-        """Tells how many drafts are kept; a benchmark puts another in its place."""
+        """Decides how many drafts are kept; benchmarks replace it."""
         return self._confirm
 
     @confirm.setter
@@ -98,7 +98,7 @@ class ModelRunner:
         self._programs: dict[StepShape, Program] = {}
 
     def program(self, shape: StepShape) -> Program:
-        """The program of a shape, which may not be compiled."""
+        """The program of a shape, compiled or not."""
         if shape not in self._programs:
             step, state = STEPS[shape.step], self._state()
             program = Program(
@@ -114,64 +114,64 @@ class ModelRunner:
         return self._programs[shape]
 
     def _run(self, shape: StepShape, *inputs: Any) -> Any:
-        """Enqueue a step over the state of now; what it changes in place is for the caller to put back."""
+        """Enqueue a step over the current state; the caller stores the state that it returns."""
         return self.program(shape)(*STEPS[shape.step].state(self._state(), shape.mode), *inputs)
 
     def _state(self) -> State:
         return State(self._flat_params, self._shared, self.slots, self.caches, self._controls, self._device_sampler())
 
     def is_ready(self, shapes: Seq[StepShape]) -> bool:
-        """Whether these run without compiling anything; what could not be compiled is ready, too, and raises why."""
-        for shape in shapes:  # once for each length of a round, each round
+        """Whether these run without compiling. A program that could not be compiled counts: calling it raises why."""
+        for shape in shapes:  # a plain loop: it runs for each length in each round
             program = self._programs.get(shape) or self.program(shape)
             if program.executable is None and program.error is None:
                 return False
         return True
 
     def request(self, shapes: Seq[StepShape], *, is_urgent: bool) -> None:
-        """Have these compiled beside this thread; urgent ones come first."""
+        """Have these compiled in the background; urgent ones come first."""
         self._store.request([self.program(shape) for shape in shapes], is_urgent=is_urgent)
 
     def share_cores(self, *, has_streams: bool) -> None:
-        """Say whether anything runs that compiling must leave a core to."""
+        """Say whether sequences are running, to which compiling must leave a core."""
         self._store.has_streams = has_streams
 
     def wait(self, timeout: float) -> None:
-        """Until a program is ready that was not, or so many seconds have passed."""
+        """Wait until another program is ready, or for so many seconds."""
         self._store.wait(timeout)
 
     @property
     def is_compiling(self) -> bool:
-        """Whether anything is compiled beside the engine, which then runs slower."""
+        """Whether programs are being compiled in the background, which slows the engine down."""
         return self._store.is_compiling
 
     def finish_compiling(self) -> None:
-        """Wait until nothing is compiled any more."""
+        """Wait until nothing is left to compile."""
         self._store.join()
 
     def compile(self, shapes: Seq[StepShape], advance: Callable[[], None]) -> None:
-        """Compile these, several at a time, and say so each time that one is done."""
+        """Compile these, several at a time; call `advance` after each."""
         self._store.compile_all([self.program(shape) for shape in shapes], advance)
 
     def replace_draft(self, draft: Model) -> None:
-        """Draft with another drafter of the same configuration from now on, over empty caches."""
+        """Replace the drafter by another of the same configuration, and empty the caches."""
         self.params = (self.params[0], draft.params)
         self._kv_scales = (self._kv_scales[0], draft.kv_scales)
         self._hand_over()
         self.reset()
 
     def start(self, slot: int, sequence: Sequence) -> None:
-        """A slot has got another sequence."""
+        """Give a slot to another sequence."""
         self._sampler_rows.put(slot, sequence)
         self._sampler = None
 
     def set_controls(self, slot: int, sequence: Sequence) -> None:
-        """Tell the device what its sampling of a slot's sequence must know of each token."""
+        """Set the controls of a slot on the device to those of its sequence."""
         row = controls_of(sequence, self.spec.target.vocab_size)
         self._controls = self._run(StepShape("set_controls"), np.int32(slot), row)
 
     def place(self, tables: Tables) -> Tables:
-        """Tables on the devices, if several: once a round, not with each step; to one device that is no faster."""
+        """Put the tables on the devices once a round, if there are several; with one device it is no faster."""
         return self.mesh.replicate(tables) if self.mesh.size > 1 else tables
 
     def prefill(self, chunk: Chunk) -> tuple[Float[Array, "B 1 D"], Float[Array, "B T D"]]:
@@ -220,12 +220,12 @@ class ModelRunner:
         """Sample and emit tokens behind hidden states; the arguments are those of the step `commit`.
 
         Args:
-            rows: of the step.
-            hidden: of the step.
-            block: of the step.
-            allowed: None allows all tokens.
-            mode: of the program.
-            needed: what the most demanding sequence needs.
+            rows: slots of the sequences.
+            hidden: hidden states to sample from.
+            block: the drafted block, None without one.
+            allowed: bits of the tokens that each row may emit; None allows all.
+            mode: sampling mode of the program.
+            needed: sampling mode that the most demanding sequence needs.
         """
         B, T, _ = hidden.shape
         sampling = self._sampling(B, T, allowed, mode, needed)
@@ -244,7 +244,7 @@ class ModelRunner:
         *,
         needed: SamplingMode,
     ) -> Emitted:
-        """`verify` and `commit` in one program that branches; arguments are theirs."""
+        """Run `verify` and `commit` in one program that branches; arguments as for these."""
         shape = StepShape("verify_commit", len(tables.packed), length, tables.pages, ANY)
         sampling = self._sampling(len(tables.packed), length, allowed, ANY, needed)
         self.slots, self._controls, self.caches, emitted = self._run(shape, tables, block, *sampling)
@@ -253,7 +253,7 @@ class ModelRunner:
     def _sampling(
         self, B: int, T: int, allowed: UInt32[np.ndarray, "B T X"] | None, mode: SamplingMode, needed: SamplingMode
     ) -> tuple[Any, Any, Any]:
-        """Sampling parameters, masks, and what a program that branches is told to do."""
+        """Sampling parameters, masks, and the index of the mode for a program that branches."""
         if mode == "greedy":
             return None, None, None
         if mode in CONTROLLED_MODES and allowed is None:
@@ -261,7 +261,7 @@ class ModelRunner:
         return self._device_sampler(), allowed, np.int32(MODES.index(needed)) if mode == ANY else None
 
     def _all_allowed(self, B: int, T: int) -> Any:
-        """Masks that allow every token; they stay on the devices, since they may be megabytes."""
+        """Masks that allow every token, kept on the devices: they may take megabytes."""
         if (B, T) not in self._masks:
             words = -(-self.spec.target.vocab_size // 32)
             self._masks[B, T] = self.mesh.replicate(np.full((B, T, words), 0xFFFFFFFF, np.uint32))
@@ -280,5 +280,5 @@ def chunk_shape(step: str, chunk: Chunk) -> StepShape:
 
 
 def reported(emitted: Emitted, needed: SamplingMode) -> Emitted:
-    """What was emitted, without the log-probabilities that nobody asked for."""
+    """Drop log-probabilities that no sequence asked for."""
     return emitted if needed == "reported" else replace(emitted, logprobs=None)

@@ -1,6 +1,6 @@
 """The compiled programs of a process: compiled when they are needed or before, dropped when memory maps run short.
 
-A program is compiled from the shapes of its arguments alone, so that any thread may do it while an engine runs others.
+A program is compiled from the shapes of its arguments alone, so any thread can compile it while an engine runs others.
 """
 
 from __future__ import annotations
@@ -22,77 +22,77 @@ import jax
 from dflash_jax.base.errors import ProgramLimitError
 from dflash_jax.engine.programs.program import Program
 
-COMPILED = "/jax/core/compile/backend_compile_duration"  # jax.monitoring's event, one a program
+COMPILED = "/jax/core/compile/backend_compile_duration"  # event of jax.monitoring, one for each program
 MAPS_OF_ONE = 1024  # memory maps that compiling one program may take; the embedded pair's take up to 600
 AT_ONCE = 8  # programs that are compiled at a time where maps are few
 DROPPED_AT_ONCE = 8  # programs, before the maps are counted again
 WORKERS = 2  # threads that compile beside an engine
-NICENESS = 19  # of these: what streams comes before what is to come
-SWITCH_SECONDS = 0.0005  # between two threads while one of them lowers; Python's default is ten times as long
-KEPT = 8  # programs that are never dropped: those of a round and of a prefill must be there together
-HIGHEST_SHARE = 0.9  # of the limit: above it, XLA may be refused a map and abort
+NICENESS = 19  # of these threads: running streams come first
+SWITCH_SECONDS = 0.0005  # Python's switch interval while a thread lowers; the default is ten times as long
+KEPT = 8  # programs that are never dropped: a round and a prefill need theirs at the same time
+HIGHEST_SHARE = 0.9  # of the limit of maps; above it XLA may be refused a map, and aborts
 
 logger = logging.getLogger(__name__)
 
 
 class MapLimit:
-    """The memory maps that Linux lets a process have: XLA aborts when it is refused one.
+    """How many memory maps Linux lets a process have. XLA aborts the process when it is refused one.
 
     Args:
-        most: None reads the system's limit.
+        most: the limit; None reads the system's.
     """
 
     def __init__(self, most: int | None = None):
         self.most = most or int(Path("/proc/sys/vm/max_map_count").read_text())
 
     def count(self) -> int:
-        """Maps that this process has; 0.3 ms for each thousand."""
+        """Memory maps of this process; takes 0.3 ms for each thousand."""
         with open("/proc/self/maps", "rb") as file:
             return sum(1 for _ in file)
 
 
 class Programs:
-    """The programs of a process, found by what they are compiled for.
+    """The programs of a process, found by `Program.key`.
 
     Args:
-        limit: of memory maps, of which programs take half at most; None where programs take none.
-        rehearses: whether programs that are compiled beside streams are run once before they are ready.
+        limit: of memory maps; programs may take half of them. None where programs take none.
+        rehearses: whether programs that are compiled while sequences run are run once before they count as ready.
     """
 
     def __init__(self, limit: MapLimit | None = None, *, rehearses: bool = False):
         self._limit, self._rehearses = limit, rehearses
         self._programs: dict[tuple, Program] = {}
-        self._changed = threading.Condition()  # guards all that follows
+        self._changed = threading.Condition()  # guards every attribute below
         self._queue: dict[Program, bool] = {}  # whether each is urgent, in the order of requests
         self._compiling: set[Program] = set()
         self._num_working = 0
-        self._lowering = threading.Lock()  # lowering is Python's work, of which threads do one at a time anyway
+        self._lowering = threading.Lock()  # lowering holds Python's lock: threads would only slow each other down
         self._workers: ThreadPoolExecutor | None = None
         self._compilers: ThreadPoolExecutor | None = None
         self._at_once = os.cpu_count() or 1
         if limit is not None:
             self._at_once = min(self._at_once, AT_ONCE)
         self.num_dropped = 0
-        self.has_streams = False  # whether an engine computes meanwhile, which then has a core of its own
+        self.has_streams = False  # whether sequences run; compiling then leaves a core to them
 
     def find(self, program: Program) -> Program:
-        """The program that is held of this key, which may be compiled already; without one, hold this one."""
+        """The stored program with the same key, which may be compiled already; else store and return this one."""
         with self._changed:
             return self._programs.setdefault(program.key, program)
 
     @property
     def is_compiling(self) -> bool:
-        """Whether anything is being compiled or waits for it."""
+        """Whether any program is being compiled or waits to be."""
         return bool(self._queue or self._compiling)
 
     @property
     def num_compiled(self) -> int:
-        """Programs that are held."""
+        """How many programs are compiled now."""
         with self._changed:
             return sum(program.executable is not None for program in self._programs.values())
 
     def request(self, programs: Sequence[Program], *, is_urgent: bool) -> None:
-        """Compile some beside the calling thread, unless they are compiled; urgent ones come before all others."""
+        """Compile programs in the background, unless they are compiled; urgent ones come before all others."""
         with self._changed:
             for program in programs:
                 if program.executable is None and program not in self._compiling:
@@ -101,17 +101,17 @@ class Programs:
                 self._submit()
 
     def wait(self, timeout: float) -> None:
-        """Until another is compiled or has failed, or so many seconds have passed."""
+        """Wait until another program is compiled or has failed, or for so many seconds."""
         with self._changed:
             self._changed.wait(timeout)
 
     def join(self) -> None:
-        """Until nothing is left to compile."""
+        """Wait until nothing is left to compile."""
         with self._changed:
             self._changed.wait_for(lambda: not self.is_compiling)
 
     def compile(self, program: Program) -> Callable[..., Any]:
-        """The executable of a program: compiled now, or awaited where another thread compiles it.
+        """The executable of a program; compiles it, or waits if another thread is compiling it.
 
         Raises:
             ProgramLimitError: there is no room for its memory maps.
@@ -130,9 +130,9 @@ class Programs:
         return executable or self._build(program)
 
     def compile_all(self, programs: Sequence[Program], advance: Callable[[], None]) -> None:
-        """Compile several at a time, and say each time that one is done.
+        """Compile several programs at a time; call `advance` after each.
 
-        Programs are lowered in the calling thread, since lowering is Python's, where threads wait for each other.
+        Programs are lowered in the calling thread, since lowering holds Python's lock.
         """
         with self._changed:
             missing = [p for p in programs if p.executable is None and p not in self._compiling]
@@ -158,7 +158,7 @@ class Programs:
             job.result()
 
     def clear(self) -> None:
-        """Forget all programs; engines that still use one compile it again."""
+        """Drop all programs; engines that still use one compile it again."""
         with self._changed:
             self._queue.clear()
             for program in self._programs.values():
@@ -169,7 +169,7 @@ class Programs:
         return 1 if self.has_streams else WORKERS
 
     def _submit(self) -> None:
-        """Have a worker compile the next program: one job each, so that the end of the process waits for few alone."""
+        """Have a worker compile the next program; with one job a program, the process's exit waits for few."""
         self._workers = self._workers or ThreadPoolExecutor(WORKERS, "dflash-programs")
         self._compilers = self._compilers or ThreadPoolExecutor(WORKERS, "dflash-compiler", initializer=yield_cores)
         with suppress(RuntimeError):  # the interpreter is ending
@@ -183,7 +183,7 @@ class Programs:
                 del self._queue[program]
                 self._compiling.add(program)
         if program is not None:
-            with suppress(Exception):  # it waits for who needs the program
+            with suppress(Exception):  # kept in `program.error` for its next caller
                 self._build(program, is_awaited=False)
         with self._changed:
             self._num_working -= 1
@@ -194,14 +194,14 @@ class Programs:
     def _build(
         self, program: Program, lowered: jax.stages.Lowered | None = None, *, is_awaited: bool = True
     ) -> Callable[..., Any]:
-        """Compile a program that nobody else compiles; an error is kept for later if nobody waits for it now."""
+        """Compile a program that this thread has claimed; if no caller waits, keep an error for the next one."""
         began, is_one_of_many = time.perf_counter(), lowered is not None
         try:
             self._make_room()
             if lowered is None:
                 with self._lowering, eager_switches():
                     lowered = program.lower()
-            # What holds Python's lock must not be of low priority: all threads would wait for it. XLA's work may be.
+            # Threads of low priority must not hold Python's lock, or all others would wait: they only run XLA.
             compilers = None if is_awaited else self._compilers
             executable = lowered.compile() if compilers is None else compilers.submit(lowered.compile).result()
             if self._rehearses and self.has_streams and not is_awaited:
@@ -230,7 +230,7 @@ class Programs:
         while count + room > self._limit.most // 2 and self._drop():
             count = self._limit.count()
         if count + room > most:
-            jax.clear_caches()  # programs that are not ours
+            jax.clear_caches()  # drops programs that were compiled outside this store
             count = self._limit.count()
         if count + room > most:
             raise ProgramLimitError(
@@ -239,10 +239,10 @@ class Programs:
             )
 
     def _drop(self) -> bool:
-        """Drop some of the programs that were not used for longest; whether there were any."""
+        """Drop some of the programs that were not used for longest; return whether there were any."""
         with self._changed:
-            held = sorted((p for p in self._programs.values() if p.executable is not None), key=lambda p: p.used)
-            dropped = held[: max(0, min(DROPPED_AT_ONCE, len(held) - KEPT))]
+            compiled = sorted((p for p in self._programs.values() if p.executable is not None), key=lambda p: p.used)
+            dropped = compiled[: max(0, min(DROPPED_AT_ONCE, len(compiled) - KEPT))]
             for program in dropped:
                 program.executable = None
             is_first = not self.num_dropped
@@ -257,7 +257,7 @@ class Programs:
 
 @contextmanager
 def eager_switches() -> Iterator[None]:
-    """Have Python hand over to other threads sooner: an engine's waits for its turn some forty times a round."""
+    """Let Python switch threads sooner: the engine's thread waits for Python's lock some forty times a round."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
@@ -267,30 +267,31 @@ def eager_switches() -> Iterator[None]:
 
 
 def yield_cores() -> None:
-    """Let threads that are not compiling have the cores first, where the system knows priorities of threads."""
+    """Lower the priority of this thread, where the system has priorities of threads."""
     with suppress(AttributeError, OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 class CompileCounter:
-    """How many programs JAX has compiled in this process since it was first asked."""
+    """Counts the programs that JAX compiles in this process from its creation on."""
 
     def __init__(self) -> None:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **_attributes: str | int) -> None:
-        self.count += event == COMPILED
+        if event == COMPILED:
+            self.count += 1
 
 
 @cache
 def compile_counter() -> CompileCounter:
-    """The counter of this process; JAX tells everybody of everything."""
+    """The one counter of this process: JAX's listeners are process-wide."""
     return CompileCounter()
 
 
 @cache
 def programs() -> Programs:
-    """Those of this process: memory maps are the process's, and engines of the same shapes share what is compiled."""
+    """The store of this process: memory maps belong to the process, and engines of the same shapes share programs."""
     on_cpu = jax.default_backend() == "cpu"
     return Programs(MapLimit() if on_cpu and Path("/proc/self/maps").exists() else None, rehearses=on_cpu)
