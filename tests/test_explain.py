@@ -102,11 +102,11 @@ def picked_by_a_round(monkeypatch, step, kv_dtype):
         params[1] = jax.eval_shape(lambda draft, target: quantize(draft, target=target), params[1], params[0])
 
     def cache(pools, groups):
-        return PagedKVCache(pools, pools, places=tuple(Place(group, group, 0) for group in groups))
+        return PagedKVCache(pools, pools, places=tuple(Place(group, group, 0) for group in groups), mesh=mesh)
 
     def run(params, pools, draft_pools, features, slots, tables):
         caches = Caches(cache(pools, (0, 0)), cache(draft_pools, (1, 0)), features)
-        spec = StepSpec(target, draft, step.tokens, mesh.mesh)
+        spec = StepSpec(target, draft, step.tokens, mesh)
         state = Slots(slots), caches, Tables(tables)
         after = greedy_round(FlatParams.of(params), *state, spec=spec, length=step.tokens, confirm=accepted)
         return jax.tree.leaves(after)  # no caches of shapes, whose types are checked
