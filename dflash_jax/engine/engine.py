@@ -15,7 +15,6 @@ from collections.abc import Sequence as Seq
 
 import jax
 import numpy as np
-from jaxtyping import UInt32
 
 from dflash_jax.base.errors import QueueFullError
 from dflash_jax.base.values import EngineStats
@@ -36,7 +35,6 @@ from dflash_jax.options import EngineConfig
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.progress import phase
 from dflash_jax.spec import DraftConfig, TargetConfig
-from dflash_jax.state.pages import IntegrityError
 
 CHECK_SECONDS = 60.0  # from one check of an idle engine's books to the next
 PATIENCE = 0.05  # seconds that a step waits for a program to be compiled; commands and aborts wait as long
@@ -190,11 +188,7 @@ class Engine:
         if not self.is_idle or now < self._next_check:
             return
         self._next_check = now + CHECK_SECONDS
-        try:
-            self.scheduler.check_integrity()
-        except IntegrityError:
-            logger.exception("the books of pages contradict themselves, which is a bug; the prefix cache is emptied")
-            self.scheduler.reset()
+        self.scheduler.repair()
 
     def _step(self) -> list[Sequence]:
         now = time.perf_counter()
@@ -321,7 +315,7 @@ class Engine:
             if hidden is not None:
                 emitted = self._commit(rounds, rows, hidden, block)
             else:
-                allowed = self._masks(rounds, rows, length, block)
+                allowed = masks_of(rounds, rows, length, block, self.spec.target.vocab_size)
                 emitted = self.runner.verify_commit(
                     tables(steps["verify_commit"]), block, length, allowed, needed=planned.mode
                 )
@@ -344,13 +338,8 @@ class Engine:
         """Sample the tokens that follow `hidden` [B, T, D], and emit them; rows without a sequence take no part."""
         slots = slots_of(running, rows, padding=self.config.max_num_seqs)
         needed = mode_of_all([r.sequence for r in running if r])
-        allowed = self._masks(running, rows, hidden.shape[1], block)
+        allowed = masks_of(running, rows, hidden.shape[1], block, self.spec.target.vocab_size)
         return self.runner.commit(slots, hidden, block, allowed, mode=self.shapes.mode(needed), needed=needed)
-
-    def _masks(
-        self, running: Seq[Running | None], rows: int, length: int, block: jax.Array | None
-    ) -> UInt32[np.ndarray, "B T X"] | None:
-        return masks_of(running, rows, length, block, self.spec.target.vocab_size)
 
     def _push(self, step: InFlight | ScoreInFlight) -> None:
         """Begin to copy the results of a step to the host, and note that they have not been read."""

@@ -88,7 +88,7 @@ class StateGroup(Protocol):
         ...
 
     def whole_pages(self, units: Units, first: int, last: int) -> tuple[int, list[int]]:
-        """Of the written pages `first` to `last` - 1 those that others may share: index of the first, and units."""
+        """Return the units of written pages `first` to `last` - 1 that others may share, behind the first's index."""
         ...
 
 
@@ -134,6 +134,6 @@ class PageGroup:
         return Shared(ids, start, (start if ids else len(hashes)) * self.page_size)
 
     def whole_pages(self, units: Units, first: int, last: int) -> tuple[int, list[int]]:
-        """Of the pages `first` to `last` - 1 those that the sequence still owns: index of the first, and pages."""
+        """Return the pages among `first` to `last` - 1 that the sequence still owns, behind the index of the first."""
         start = max(first, units.start)
         return start, units.ids[start - units.start : max(last - units.start, 0)]

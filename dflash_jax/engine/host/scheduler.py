@@ -10,6 +10,7 @@ What units are (pages, of every token or of a window) is the business of the gro
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ from dflash_jax.engine.host.sequence import Sequence
 from dflash_jax.state.group import Units
 from dflash_jax.state.layout import Layout
 from dflash_jax.state.pages import NO_PAGE, IntegrityError, PageHash, PagePool, extend_hashes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -196,10 +199,13 @@ class Scheduler:
         self.waiting.extendleft(reversed(lost))
         return lost
 
-    def reset(self) -> None:
-        """Start the books anew while nothing runs: every unit and slot is free, the prefix cache empty."""
-        assert not self.running
-        self._start_books()
+    def repair(self) -> None:
+        """Check the books while nothing runs. If they contradict themselves, log it and make them anew: all is free."""
+        try:
+            self.check_integrity()
+        except IntegrityError:
+            logger.exception("the books of pages contradict themselves, which is a bug; the prefix cache is emptied")
+            self._start_books()
 
     def check_integrity(self) -> None:
         """Check that every unit is owned as often as counted, and that no unit and no slot is lost.
