@@ -6,8 +6,9 @@ their sizes, C channels of the convolution (2 HK dk + HV dv). A state S is [HV, 
     S <- exp(g) S;   d = beta (v - S^T k);   S <- S + k d^T;   o = S^T q
 
 Decoding, verifying and committing all go through `recur`, in one order of operations: a token's state must not depend
-on whether it was drafted. Prompts go through `chunked`, whose sums have another order (differences near 1e-6 in
-float32).
+on whether it was drafted. On CPUs that holds bit for bit. On an H100 it does not, since XLA sums differently for other
+numbers of tokens: the two tests that compare bits fail there, and a GPU needs the kernel. Prompts go through `chunked`,
+whose sums have another order (differences near 1e-6 in float32).
 
 Source: transformers 5.24 (`qwen3_5`), arXiv 2412.06464.
 """
