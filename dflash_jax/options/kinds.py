@@ -56,7 +56,7 @@ class Number:
 
     def problem(self, value: Any) -> str | None:
         is_number = is_int(value) if self.is_whole else isinstance(value, Real) and not isinstance(value, bool)
-        if not is_number:
+        if not is_number or value != value:  # NaN is no number
             return f"must be {self}"
         return None if self._is_inside(value) else f"must be {self._bounds()}"
 

@@ -37,7 +37,7 @@ def test_values_of_a_preset_have_the_types_of_their_options(tmp_path):
         "epochs: 1.5": "epochs=1.5 must be an integer",
         "epochs: 1e3": "epochs='1e3' must be an integer",
         "target_layer_ids: [1, x]": "target_layer_ids=.* must be an integer",
-        "loss: 1": "loss=1 must be a text",
+        "loss: 1": "loss=1 is unknown; choose one of decay, dpace",
     }.items():
         preset.write_text(line)
         with pytest.raises(ConfigError, match=message):
