@@ -44,7 +44,7 @@ def test_allowed_values(values):
         ({"size": True}, "size=True must be an integer of at least 1 and at most 8."),
         ({"size": None}, "size=None must be an integer of at least 1 and at most 8."),
         ({"share": 0}, "share=0 must be above 0 and at most 1 or None."),
-        ({"share": float("nan")}, "share=nan must be above 0 and at most 1 or None."),
+        ({"share": float("nan")}, "share=nan must be a number above 0 and at most 1 or None."),
         ({"share": float("inf")}, "share=inf must be above 0 and at most 1 or None."),
         ({"share": "1"}, "share='1' must be a number above 0 and at most 1 or None."),
         ({"dtype": "int4"}, "dtype='int4' is unknown; choose one of auto, fp8."),
