@@ -264,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--list", action="store_true", help="show what would run, and what not and why; run nothing")
     parser.add_argument("--downloads", action="store_true", help="run what only needs a download, too")
-    parser.add_argument("--limit", type=float, default=600, help="seconds for a command (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=1800, help="seconds for a command (default: %(default)s)")
     parser.add_argument("--logs", type=Path, default=ROOT / "build/readme", help="folder (default: %(default)s)")
     args = parser.parse_args(arguments)
     if shutil.which("python", path=str(Path(sys.executable).parent)) is None:
