@@ -1,5 +1,142 @@
-"""Gated DeltaNet: the recurrence over verified blocks, and its chunked form over prompts."""
+"""Gated DeltaNet: convolution, gates and recurrence over verified blocks, and over prompts.
 
-from pallas_kernels.gated_delta.reference import CHUNK, Rows, chunked, convolve, gates, recur, split_heads, tail_after
+Letters beside the project's: HK and HV key and value heads (value head h reads key head h // r, r = HV // HK), dk and
+dv their sizes, c = 2 dk + r dv channels of one key head: its query, its key, and the values of its r value heads. The
+convolution has I taps and looks J = I - 1 tokens back; a tape has G tokens.
+"""
 
-__all__ = ["CHUNK", "Rows", "chunked", "convolve", "gates", "recur", "split_heads", "tail_after"]
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.gated_delta import reference
+from pallas_kernels.gated_delta.reference import CHUNK, Kept, Weights
+
+__all__ = ["CHUNK", "Kept", "Weights", "fold", "prefill", "verify"]
+
+
+def verify(
+    kept: Kept,
+    weights: Weights,
+    rows: Int[Array, " B"],
+    count: Int[Array, " B"],
+    inputs: Float[Array, "B T HK c"],
+    gates: Float[Array, "B T HV 2"],
+    length: Int[Array, " B"],
+) -> tuple[Float[Array, "B T HV dv"], Kept]:
+    """Fold the accepted tokens of each sequence's tape into its state, then run its next block, the new tape.
+
+    A block of one token is a decoding step. The state after a token has the same bits whether it came alone or in a
+    block, on the reference on CPUs and on each kernel. Donate `kept` to the ``jit`` around and use only the one that is
+    returned: then it is written in place.
+
+    Args:
+      kept: what the layers keep of sequences.
+      weights: of the layer.
+      rows: of the sequences, none twice; outside 0..P-1 is padding, which writes nothing, with outputs of no meaning.
+      count: tokens of the tape that were accepted, 0..G; they are folded into the state.
+      inputs: of the convolution, of the block's tokens.
+      gates: their projections (b, a).
+      length: tokens of each block, 0..T; what follows them is padding, whose outputs mean nothing.
+
+    Returns:
+      Outputs of the block's tokens in the dtype of the inputs, and what is kept now: the state after the accepted
+      tokens, the inputs of the J tokens before the block, and the block as the new tape.
+
+    Raises:
+      ValueError: shapes that do not belong together; the message prints them.
+
+    Source: arXiv 2412.06464; channels as transformers' `qwen3_5`, grouped by key head.
+    """
+    _check(kept, weights, (rows, count, length), inputs, gates)
+    if inputs.shape[1] > kept.gates.shape[1]:
+        raise ValueError(f"a block must fit the tape of {kept.gates.shape[1]} tokens; got {inputs.shape[1]}")
+    return reference.verify(kept, weights, rows, count, inputs, gates, length)
+
+
+def fold(
+    kept: Kept, weights: Weights, rows: Int[Array, " B"], count: Int[Array, " B"], targets: Int[Array, " B"]
+) -> Kept:
+    """Write the state after the first tokens of tapes to other rows: snapshots of sequences.
+
+    Args:
+      kept: what the layers keep of sequences.
+      weights: of the layer.
+      rows: of the sequences, which stay as they are; outside 0..P-1 is padding, whose target must be outside, too.
+      count: tokens of the tape to fold, 0..G.
+      targets: rows to write, none twice, each outside `rows` or the sequence's row; outside 0..P-1 writes nothing.
+
+    Returns:
+      What is kept now: targets have the state and the inputs of the J tokens before that point, and an empty tape: only
+      a `count` of 0 is right for them.
+
+    Raises:
+      ValueError: shapes that do not belong together; the message prints them.
+    """
+    _check(kept, weights, (rows, count, targets))
+    return reference.fold(kept, weights, rows, count, targets)
+
+
+def prefill(
+    kept: Kept,
+    weights: Weights,
+    rows: Int[Array, " B"],
+    is_first: Bool[Array, " B"],
+    inputs: Float[Array, "B T HK c"],
+    gates: Float[Array, "B T HV 2"],
+    length: Int[Array, " B"],
+) -> tuple[Float[Array, "B T HV dv"], Kept]:
+    """Run tokens of prompts in chunks of 64, each a few matrix products.
+
+    Args:
+      kept: what the layers keep of sequences; donate it as for `verify`.
+      weights: of the layer.
+      rows: of the sequences, none twice, their tapes empty; outside 0..P-1 is padding, as for `verify`.
+      is_first: whether the tokens begin the sequence: then what the row has is not read.
+      inputs: of the convolution, of the tokens.
+      gates: their projections (b, a).
+      length: tokens of each sequence, 0..T; what follows them is padding, whose outputs mean nothing. A sequence
+        without tokens changes nothing.
+
+    Returns:
+      Outputs in the dtype of the inputs, and what is kept now: the state after the tokens, the inputs of the last J of
+      them, and an empty tape: only a `count` of 0 is right for it.
+
+    Raises:
+      ValueError: shapes that do not belong together; the message prints them.
+
+    Source: as for `verify`.
+    """
+    _check(kept, weights, (rows, is_first, length), inputs, gates)
+    return reference.prefill(kept, weights, rows, is_first, inputs, gates, length)
+
+
+def _check(kept: Kept, weights: Weights, vectors: tuple[Any, ...], inputs: Any = None, gates: Any = None) -> None:
+    """Raise ValueError for shapes or dtypes that do not belong together."""
+    (P, HV, dk, dv), (HK, c, taps) = kept.state.shape, weights.conv.shape
+    G = kept.gates.shape[1]
+    if HV % HK or c != 2 * dk + HV // HK * dv:
+        raise ValueError(
+            f"conv must be [HK, 2 dk + HV / HK dv, I] for states [P, HV, dk, dv]; got {[HK, c, taps]} and "
+            f"{[P, HV, dk, dv]}"
+        )
+    B = vectors[0].size
+    wanted = {
+        "state": (kept.state, (P, HV, dk, dv)),
+        "kept inputs": (kept.inputs, (P, taps - 1 + G, HK, c)),
+        "kept gates": (kept.gates, (P, G, HV, 2)),
+        "A_log": (weights.A_log, (HV,)),
+        "dt_bias": (weights.dt_bias, (HV,)),
+        **{f"vector {i} of the sequences": (vector, (B,)) for i, vector in enumerate(vectors)},
+    }
+    if inputs is not None:
+        T = inputs.shape[1]
+        wanted |= {"inputs": (inputs, (B, T, HK, c)), "gates": (gates, (B, T, HV, 2))}
+    for name, (array, shape) in wanted.items():
+        if array.shape != shape:
+            raise ValueError(f"{name} must be {list(shape)}; got {list(array.shape)}")
+    if kept.state.dtype != jnp.float32:
+        raise ValueError(f"states must be float32; got {kept.state.dtype}")

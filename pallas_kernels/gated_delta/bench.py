@@ -9,19 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gated_delta import Rows, reference, triton
+from pallas_kernels.gated_delta import triton, ungrouped
 from pallas_kernels.lib import timing
 
 HEADS = {"27b": (16, 48), "122b": (16, 64), "35b": (16, 32), "122b-tp2": (8, 32)}  # HK, HV; dk = dv = 128
 LAYERS, SIZE, TAPE = 12, 128, 16
 
 
-def rows(key: Any, batch: int, tokens: int, key_heads: int, heads: int) -> Rows:
+def rows(key: Any, batch: int, tokens: int, key_heads: int, heads: int) -> ungrouped.Rows:
     """Random rows of one layer."""
     keys = jax.random.split(key, 3)
     mixed = jax.random.normal(keys[0], (batch, tokens, (2 * key_heads + heads) * SIZE), jnp.bfloat16)
     g = -jax.random.uniform(keys[1], (batch, tokens, heads))
-    return Rows(mixed, g, jax.random.uniform(keys[2], (batch, tokens, heads)))
+    return ungrouped.Rows(mixed, g, jax.random.uniform(keys[2], (batch, tokens, heads)))
 
 
 def measure(model: str, batch: int, tokens: int, accepted: int, name: str, replay: Any, copy: float) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--reference", action="store_true", help="time plain JAX, too")
     parser.add_argument("--json", default="gated_delta.json", help="where the rows go")
     args = parser.parse_args()
-    ways: dict[str, Any] = {"reference": reference.replay} if args.reference else {}
+    ways: dict[str, Any] = {"reference": ungrouped.replay} if args.reference else {}
     for columns in args.columns:
         for warps in args.warps:
             config = triton.Config(columns, warps)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
-from pallas_kernels.gated_delta.reference import L2_EPS, Rows
+from pallas_kernels.gated_delta.ungrouped import L2_EPS, Rows
 
 
 class Config(NamedTuple):
@@ -48,7 +48,7 @@ def replay(
     config: Config = DEFAULT,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T HV dv"], Float[Array, "Q HV dk dv"]]:
-    """See ``pallas_kernels.gated_delta.reference.replay``; the state is written in place."""
+    """See ``pallas_kernels.gated_delta.ungrouped.replay``; the state is written in place."""
     if reason := refusal(state):
         raise NotImplementedError(reason)
     (_, heads, _, value_dim), (B, T, _) = state.shape, block.mixed.shape

@@ -6,160 +6,244 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gated_delta
-from pallas_kernels.gated_delta import triton
-from tests.kernels.cases import cuda_lowering
+from pallas_kernels.gated_delta import Kept, Weights
 
-B, HK, HV, DK, DV = 2, 2, 6, 16, 8
+P, G, TAPS, HK, HV, DK, DV = 6, 8, 4, 2, 6, 16, 8
+BEFORE, R = TAPS - 1, HV // HK
+C = 2 * DK + R * DV
+
+verify, fold, prefill = (jax.jit(f) for f in (gated_delta.verify, gated_delta.fold, gated_delta.prefill))
 
 
-def tokens(T: int, seed: int = 0, dtype=np.float32):
-    """Random q, k, v, g, beta as `split_heads` and `gates` give them, and a state."""
+def weights(seed=0):
     rng = np.random.default_rng(seed)
-    mixed = rng.normal(size=(B, T, 2 * HK * DK + HV * DV)).astype(dtype)
-    q, k, v = gated_delta.split_heads(mixed, key_heads=HK, key_dim=DK, value_dim=DV)
-    a, b = rng.normal(size=(2, B, T, HV)).astype(dtype)
-    g, beta = gated_delta.gates(
-        a, b, rng.uniform(-1, 2, HV).astype(dtype), rng.normal(size=HV).astype(dtype), np.ones((B, T), bool)
+    conv, A_log, dt_bias = rng.normal(size=(HK, C, TAPS)) / 2, rng.uniform(-1, 2, HV), rng.normal(size=HV)
+    return Weights(*(jnp.asarray(x, jnp.float32) for x in (conv, A_log, dt_bias)))
+
+
+def prompts(*shape, seed=1, dtype=jnp.float32):
+    """Random inputs and gates of tokens."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=(*shape, HK, C)), dtype), jnp.asarray(rng.normal(size=(*shape, HV, 2)), dtype)
+
+
+def garbage(dtype=jnp.float32):
+    """What recycled rows may hold."""
+    return Kept(
+        jnp.full((P, HV, DK, DV), jnp.nan),
+        jnp.full((P, BEFORE + G, HK, C), jnp.nan, dtype),
+        jnp.full((P, G, HV, 2), jnp.nan, dtype),
     )
-    return (q, k, v, g, beta), rng.normal(size=(B, HV, DK, DV)).astype(dtype)
 
 
-def by_hand(inputs, state):
-    """The recurrence in float64, one head and token at a time."""
-    q, k, v, g, beta = (np.asarray(x, np.float64) for x in inputs)
-    states, outputs = np.asarray(state, np.float64).copy(), np.zeros(v.shape)
-    for b in range(q.shape[0]):
-        for h in range(q.shape[2]):
-            S = states[b, h]
-            for t in range(q.shape[1]):
-                S = np.exp(g[b, t, h]) * S
-                d = beta[b, t, h] * (v[b, t, h] - S.T @ k[b, t, h])
-                S = S + np.outer(k[b, t, h], d)
-                outputs[b, t, h] = S.T @ q[b, t, h]
-            states[b, h] = S
+def ints(*numbers):
+    return jnp.asarray(numbers, jnp.int32)
+
+
+def begun(inputs, gates, length, row=2, kept=None):
+    """What is kept once the first tokens of a sequence are prefilled."""
+    kept = garbage(inputs.dtype) if kept is None else kept
+    call = (ints(row), jnp.array([True]), inputs[None], gates[None], ints(length))
+    return prefill(kept, weights(), *call)[1]
+
+
+def by_hand(inputs, gates, w):
+    """Outputs and states after each token of one sequence, in float64, head by head and token by token."""
+    inputs, gates, conv, A_log, dt_bias = (np.asarray(x, np.float64) for x in (inputs, gates, *w))
+    outputs, states = np.zeros((len(inputs), HV, DV)), np.zeros((len(inputs) + 1, HV, DK, DV))
+    for t in range(len(inputs)):
+        mixed = sum(inputs[t - j] * conv[..., TAPS - 1 - j] for j in range(min(t, BEFORE) + 1))
+        mixed = mixed / (1 + np.exp(-mixed))
+        for h in range(HV):
+            q, k, *values = np.split(mixed[h // R], [DK] + [2 * DK + i * DV for i in range(R)])
+            q, k = (x / np.sqrt((x**2).sum() + 1e-6) for x in (q, k))
+            b, a = gates[t, h]
+            S = states[t, h] * np.exp(-np.exp(A_log[h]) * np.log1p(np.exp(a + dt_bias[h])))
+            d = 1 / (1 + np.exp(-b)) * (values[h % R] - S.T @ k)
+            states[t + 1, h] = S + np.outer(k, d)
+            outputs[t, h] = states[t + 1, h].T @ q / np.sqrt(DK)
     return outputs, states
 
 
-@pytest.mark.parametrize("T", [1, 3, 63, 64, 65, 130])
-@pytest.mark.parametrize("form", [gated_delta.recur, gated_delta.chunked])
-def test_both_forms_are_the_recurrence(form, T):
-    inputs, state = tokens(T)
-    outputs, after = jax.jit(form)(*inputs, state)
-    expected, expected_state = by_hand(inputs, state)
-    np.testing.assert_allclose(outputs, expected, atol=2e-5, rtol=1e-5)
-    np.testing.assert_allclose(after, expected_state, atol=2e-5, rtol=1e-5)
+CLOSE = {"atol": 2e-5, "rtol": 1e-5}
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 4, G, G + 2, 63, 64, 65, 130])
+def test_prefill_is_the_recurrence(T):
+    inputs, gates = prompts(T)
+    outputs, kept = prefill(garbage(), weights(), ints(3), jnp.array([True]), inputs[None], gates[None], ints(T))
+    expected, states = by_hand(inputs, gates, weights())
+    np.testing.assert_allclose(outputs[0], expected, **CLOSE)
+    np.testing.assert_allclose(kept.state[3], states[T], **CLOSE)
+    tail = np.concatenate([np.zeros((BEFORE, HK, C)), inputs])[T : T + BEFORE]
+    np.testing.assert_array_equal(kept.inputs[3, :BEFORE], tail)
+
+
+@pytest.mark.parametrize("length", range(1, G + 1))
+@pytest.mark.parametrize("prompt", [1, 2, 5])
+def test_blocks_behind_a_prompt_are_the_recurrence(length, prompt):
+    """A block is verified, its first tokens are accepted, and the next block goes on behind them."""
+    inputs, gates = prompts(prompt + 2 * G)
+    kept = begun(inputs[:5], gates[:5], prompt)
+    expected, states = by_hand(inputs, gates, weights())
+    accepted = min(length, 3)
+    for start, count in ((prompt, 0), (prompt + accepted, accepted)):
+        block = slice(start, start + G)
+        outputs, kept = verify(
+            kept, weights(), ints(2), ints(count), inputs[None, block], gates[None, block], ints(length)
+        )
+        np.testing.assert_allclose(outputs[0, :length], expected[start : start + length], **CLOSE)
+        np.testing.assert_allclose(kept.state[2], states[start], **CLOSE)
+
+
+def cuts(total, rng):
+    """Lengths of blocks, and how many tokens of each are accepted, that advance by `total` tokens."""
+    blocks = []
+    while total:
+        length = int(rng.integers(1, G + 1))
+        blocks.append((length, int(rng.integers(1, min(length, total) + 1))))
+        total -= blocks[-1][1]
+    return blocks
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA sums differently for other shapes on a GPU")
+def test_states_and_outputs_are_bit_for_bit_those_of_decoding(seed, dtype):
+    """Whatever the lengths of blocks, how they are padded, how much is accepted, and who commits it."""
+    rng, total = np.random.default_rng(seed), 20
+    inputs, gates = prompts(6 + total + 2 * G, dtype=dtype)
+    start = begun(inputs[:6], gates[:6], 6)
+    decoded, alone, states = start, [], []
+    for t in range(6, 6 + total + G):
+        token = (inputs[None, t : t + 1], gates[None, t : t + 1])
+        output, decoded = verify(decoded, weights(), ints(2), ints(int(t > 6)), *token, ints(1))
+        alone.append(output[0, 0])
+        states.append((decoded.state[2], decoded.inputs[2, :BEFORE]))
+    kept, count, at = start, 0, 0
+    for length, accepted in cuts(total, rng):
+        width = int(rng.integers(length, G + 1))
+        block = [jnp.stack([x[6 + at : 6 + at + width]] * 2) for x in (inputs, gates)]
+        outputs, kept = verify(kept, weights(), ints(-1, 2), ints(5, count), *block, ints(1, length))
+        np.testing.assert_array_equal(outputs[1, :length], jnp.stack(alone[at : at + length]))
+        at, count = at + accepted, accepted
+        folded = fold(kept, weights(), ints(2), ints(count), ints(4))
+        np.testing.assert_array_equal(folded.state[4], states[at][0])
+        np.testing.assert_array_equal(folded.inputs[4, :BEFORE], states[at][1])
+    kept = fold(kept, weights(), ints(2), ints(count), ints(2))
+    np.testing.assert_array_equal(kept.state[2], states[total][0])
+
+
+def test_padding_changes_nothing():
+    """Rows outside the pool, blocks of no tokens, and NaN behind the tokens of a block."""
+    inputs, gates = prompts(4, G)
+    kept = begun(inputs[0], gates[0], G)
+    call = (ints(-1, P, 2, -7), ints(3, 3, 0, 3), inputs.at[2, 5:].set(jnp.nan), gates.at[2, 5:].set(jnp.nan))
+    outputs, after = verify(kept, weights(), *call, ints(G, G, 5, 0))
+    assert np.isfinite(outputs[2, :5]).all()
+    others = jnp.array([0, 1, 3, 4, 5])
+    for old, new in zip(kept, after, strict=True):
+        np.testing.assert_array_equal(new[others], old[others])
+    np.testing.assert_array_equal(after.state[2], kept.state[2])
+    again = fold(after, weights(), ints(2, -1, 2), ints(5, 3, 5), ints(3, P, -1))
+    assert np.isfinite(again.state[3]).all()
+    is_first = jnp.array([True, False, True, False])
+    _, prefilled = prefill(kept, weights(), ints(-1, P, 2, 2), is_first, inputs, gates, ints(G, G, 0, 0))
+    for old, new in zip(kept, prefilled, strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_a_block_becomes_the_tape():
+    inputs, gates = prompts(1, 5)
+    _, kept = verify(begun(*prompts(7), 7), weights(), ints(2), ints(0), inputs, gates, ints(5))
+    np.testing.assert_array_equal(kept.inputs[2, BEFORE : BEFORE + 5], inputs[0])
+    np.testing.assert_array_equal(kept.gates[2, :5], gates[0])
+
+
+@pytest.mark.parametrize("pieces", [(1, 1, 98), (2, 98), (64, 36), (70, 30), (37, 63), (3, 0, 97)])
+def test_prefill_in_pieces_is_prefill_at_once(pieces):
+    inputs, gates = prompts(sum(pieces))
+    whole = prefill(garbage(), weights(), ints(2), jnp.array([True]), inputs[None], gates[None], ints(len(inputs)))
+    kept, parts, start = garbage(), [], 0
+    for length in pieces:
+        # Two sequences, the other of which is padding, and NaN behind the tokens.
+        piece = [
+            jnp.full((2, 100, *x.shape[1:]), jnp.nan).at[1, :length].set(x[start : start + length])
+            for x in (inputs, gates)
+        ]
+        outputs, kept = prefill(kept, weights(), ints(-1, 2), jnp.array([True, start == 0]), *piece, ints(9, length))
+        parts.append(outputs[1, :length])
+        start += length
+    np.testing.assert_allclose(jnp.concatenate(parts), whole[0][0], **CLOSE)
+    np.testing.assert_allclose(kept.state[2], whole[1].state[2], **CLOSE)
+    np.testing.assert_array_equal(kept.inputs[2, :BEFORE], whole[1].inputs[2, :BEFORE])
+
+
+def test_a_snapshot_leaves_its_source():
+    inputs, gates = prompts(1, G)
+    _, kept = verify(begun(*prompts(7), 7), weights(), ints(2), ints(0), inputs, gates, ints(G))
+    after = fold(kept, weights(), ints(2), ints(4), ints(5))
+    others = jnp.array([0, 1, 2, 3, 4])
+    for old, new in zip(kept, after, strict=True):
+        np.testing.assert_array_equal(new[others], old[others])
+    assert np.abs(after.state[5] - kept.state[2]).max() > 1e-3
+    # The snapshot goes on as its source does.
+    block = prompts(1, 3, seed=5)
+    outputs, _ = verify(after, weights(), ints(2), ints(4), *block, ints(3))
+    restored, _ = verify(after, weights(), ints(5), ints(0), *block, ints(3))
+    np.testing.assert_array_equal(restored, outputs)
 
 
 def test_a_strong_decay_overflows_nothing():
     """exp(-G) of a whole chunk would be infinite here."""
-    (q, k, v, _, beta), state = tokens(130)
-    g = jnp.full((B, 130, HV), -20.0)
-    outputs, after = gated_delta.chunked(q, k, v, g, beta, state)
-    expected, expected_state = by_hand((q, k, v, g, beta), state)
-    np.testing.assert_allclose(outputs, expected, atol=1e-5)
-    np.testing.assert_allclose(after, expected_state, atol=1e-5)
+    inputs, gates = prompts(130)
+    w = weights()._replace(A_log=jnp.full(HV, 3.0))
+    call = (ints(2), jnp.array([True]), inputs[None], gates[None], ints(130))
+    outputs, kept = prefill(garbage(), w, *call)
+    expected, states = by_hand(inputs, gates, w)
+    np.testing.assert_allclose(outputs[0], expected, atol=1e-5)
+    np.testing.assert_allclose(kept.state[2], states[-1], atol=1e-5)
 
 
-@pytest.mark.parametrize("form", [gated_delta.recur, gated_delta.chunked])
-def test_padding_changes_nothing(form):
-    """Padding has finite garbage in q, k, v, a and b; its gates alone are cleared."""
-    inputs, state = tokens(40)
-    rng = np.random.default_rng(1)
-    is_token = np.arange(40)[None] < np.array([[5], [33]])
-    a, b = rng.normal(size=(2, B, 40, HV)).astype(np.float32)
-    g, beta = gated_delta.gates(a, b, np.zeros(HV, np.float32), np.ones(HV, np.float32), is_token)
-    q, k, v = inputs[:3]
-    _, after = form(q, k, v, g, beta, state)
-    for row, length in enumerate([5, 33]):
-        part = [x[row : row + 1, :length] for x in (q, k, v, g, beta)]
-        _, expected = form(*part, state[row : row + 1])
-        np.testing.assert_allclose(after[row], expected[0], atol=1e-6)
+def test_prefill_from_zeros_has_gradients():
+    inputs, gates = prompts(2, 70)
+    length = ints(70, 5)
+    is_token = (np.arange(70) < np.asarray(length)[:, None])[..., None, None]
 
+    def loss(inputs, gates, w):
+        call = (ints(0, 1), jnp.array([True, True]), inputs, gates, length)
+        outputs, kept = gated_delta.prefill(garbage(), w, *call)
+        return jnp.where(is_token, outputs, 0).sum() + jnp.square(kept.state[:2]).sum()
 
-def test_committing_a_prefix_is_bit_for_bit_what_decoding_gives():
-    """Rows behind the accepted ones are masked, and the state is exactly that of the accepted tokens run one by one."""
-    (q, k, v, g, beta), state = tokens(16)
-    accepted = 7
-    kept = (np.arange(16) < accepted)[None, :, None]
-    commit = jax.jit(gated_delta.recur)
-    _, folded = commit(q, k, v, jnp.where(kept, g, 0), jnp.where(kept, beta, 0), state)
-    for t in range(accepted):
-        _, state = commit(*(x[:, t : t + 1] for x in (q, k, v, g, beta)), state)
-    np.testing.assert_array_equal(folded, state)
-
-
-def test_outputs_of_a_block_are_bit_for_bit_those_of_decoding():
-    (q, k, v, g, beta), state = tokens(16)
-    run = jax.jit(gated_delta.recur)
-    outputs, _ = run(q, k, v, g, beta, state)
-    for t in range(16):
-        output, state = run(*(x[:, t : t + 1] for x in (q, k, v, g, beta)), state)
-        np.testing.assert_array_equal(output[:, 0], outputs[:, t])
-
-
-def test_convolution_and_its_tail():
-    """A sequence in two parts, of which only some tokens are kept, is the sequence of the kept tokens."""
-    rng = np.random.default_rng(2)
-    C = 10
-    sequence, weight = rng.normal(size=(B, 20, C)).astype(np.float32), rng.normal(size=(C, 4)).astype(np.float32)
-    zeros = np.zeros((B, 3, C), np.float32)
-    whole = gated_delta.convolve(sequence, zeros, weight)
-    padded = np.pad(sequence, [(0, 0), (3, 0), (0, 0)]).astype(np.float64)
-    mixed = sum(padded[:, i : i + 20] * weight[:, i] for i in range(4))
-    np.testing.assert_allclose(whole, mixed / (1 + np.exp(-mixed)), atol=1e-5)
-    count = np.array([0, 5])
-    tail = gated_delta.tail_after(sequence[:, :8], zeros, count)
-    for row in range(B):
-        rest = gated_delta.convolve(sequence[row : row + 1, count[row] : 20], tail[row : row + 1], weight)
-        np.testing.assert_array_equal(rest[0], whole[row, count[row] :])
+    arguments = inputs.at[1, 5:].set(jnp.nan), gates.at[1, 5:].set(jnp.nan), weights()
+    gradients = jax.grad(loss, argnums=(0, 1, 2))(*arguments)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
+    clean = jax.tree.map(lambda x: jnp.where(jnp.isnan(x), 0, x), arguments)
+    rng = np.random.default_rng(0)
+    direction = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), clean)
+    step = 1e-3
+    ahead, behind = (
+        jax.jit(loss)(*jax.tree.map(lambda x, d, sign=sign: x + sign * step * d, clean, direction)) for sign in (1, -1)
+    )
+    slope = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(gradients), jax.tree.leaves(direction), strict=True))
+    np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=2e-2)
 
 
 def test_norms_have_their_epsilon_on_the_sum():
-    small = np.full((1, 1, 2 * DK + DV), 1e-4, np.float32)
-    q, k, _ = gated_delta.split_heads(small, key_heads=1, key_dim=DK, value_dim=DV)
+    small = jnp.full((1, 1, HK, C), 1e-4)
+    q, k, _ = gated_delta.reference.split_heads(small, DK, DV)
     expected = 1e-4 / np.sqrt(DK * 1e-8 + 1e-6)
     np.testing.assert_allclose(k, expected, rtol=1e-5)
     np.testing.assert_allclose(q, expected / np.sqrt(DK), rtol=1e-5)
 
 
-def replay_case(T: int, tape: int, dtype=np.float32, seed: int = 3):
-    """States of 5 slots; three sequences, one of them padding."""
-    rng = np.random.default_rng(seed)
-    dk, dv = 16, 32
-    C = 2 * HK * dk + HV * dv
-
-    def rows(length):
-        g, beta = gated_delta.gates(
-            *rng.normal(size=(2, 3, length, HV)).astype(np.float32),
-            np.zeros(HV),
-            np.ones(HV),
-            np.ones((3, length), bool),
-        )
-        return gated_delta.Rows(jnp.asarray(rng.normal(size=(3, length, C)), dtype), g, beta)
-
-    state = jnp.asarray(rng.normal(size=(5, HV, dk, dv)), jnp.float32)
-    return state, jnp.array([3, 5, 0]), rows(tape), jnp.array([0, 2, min(4, tape)]), rows(T)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("T", "tape"), [(1, 1), (1, 8), (8, 8), (5, 3)])
-def test_replay_on_triton(T, tape, dtype):
-    case = replay_case(T, tape, dtype)
-    outputs, after = jax.jit(gated_delta.reference.replay)(*case)
-    kernel = functools.partial(triton.replay, interpret=jax.default_backend() != "gpu")
-    found, found_after = kernel(*case)
-    np.testing.assert_allclose(found[jnp.array([0, 2])], outputs[jnp.array([0, 2])], atol=1e-5)
-    np.testing.assert_allclose(found_after, after, atol=1e-5)
-    np.testing.assert_array_equal(found_after[jnp.array([1, 2, 3, 4])], case[0][jnp.array([1, 2, 3, 4])])
-
-
-def test_replay_lowers_for_cuda():
-    struct = jax.ShapeDtypeStruct
-
-    def rows(T):
-        gate = struct((4, T, 48), jnp.float32)
-        return gated_delta.Rows(struct((4, T, 10240), jnp.bfloat16), gate, gate)
-
-    number = struct((4,), jnp.int32)
-    text = cuda_lowering(triton.replay, struct((16, 48, 128, 128), jnp.float32), number, rows(16), number, rows(16))
-    assert "triton" in text
+def test_shapes_that_do_not_belong_together():
+    inputs, gates = prompts(1, G + 1)
+    one = functools.partial(gated_delta.verify, garbage(), weights(), ints(0), ints(0))
+    with pytest.raises(ValueError, match="a block must fit the tape of 8 tokens; got 9"):
+        one(inputs, gates, ints(1))
+    with pytest.raises(ValueError, match=r"conv must be .* got \[2, 56, 4\]"):
+        gated_delta.fold(garbage()._replace(state=jnp.zeros((P, HV, DK, 2 * DV))), weights(), ints(0), ints(0), ints(1))
+    half = garbage()._replace(state=jnp.zeros((P, HV, DK, DV), jnp.bfloat16))
+    with pytest.raises(ValueError, match="states must be float32"):
+        gated_delta.fold(half, weights(), ints(0), ints(0), ints(1))
