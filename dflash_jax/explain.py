@@ -110,7 +110,7 @@ class Step:
         name = f"pages {_text(pool)}"
         ints, page_table = Struct((self.batch,), jnp.int32), Struct((self.batch, pages), jnp.int32)
         q = Struct((self.batch, self.tokens, N, H), self.dtype)
-        for mask in dict.fromkeys(layer.mixer.mask for layer in self.model.layers):
+        for mask in dict.fromkeys(self.model.layers[i].mask for i in self.model.attention_layers):
             args = jax.eval_shape(partial(_arguments, mask=mask), q, pool, page_table, ints)
             label = f"{_text(q)} over {pages} {name}, {_mask(mask)}"
             yield Call(WRITE_ATTEND, label, call_of(args, self.device))

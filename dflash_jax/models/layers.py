@@ -105,7 +105,7 @@ class DecoderLayer(nn.Module):
 
     def setup(self) -> None:
         self.norms = declare(self, norms_table(), self.config)
-        self.mask = self.config.layers[self.index].mixer.mask
+        self.mask = self.config.layers[self.index].mask
         self.self_attn = Attention(self.config, self.devices)
         self.mlp = MLP(self.config, self.devices)
 

@@ -57,6 +57,25 @@ class Fields:
             raise self.error(f"{name}={value!r} must be a token id or a list of token ids.")
         return tuple(ids)
 
+    def layer_types(self, num_layers: int, known: tuple[str, ...]) -> list[str] | None:
+        """The kind of each layer; None if the file does not say.
+
+        Args:
+            num_layers: L.
+            known: kinds that are supported.
+        """
+        types = self.get("layer_types")
+        if types is None:
+            return None
+        if not isinstance(types, list | tuple) or not all(isinstance(kind, str) for kind in types):
+            raise self.error(f"layer_types={types!r} must be a list of {' and '.join(known)}.")
+        if len(types) != num_layers:
+            raise self.error(f"layer_types names {len(types)} layers, num_hidden_layers={num_layers}; they must agree.")
+        unknown = sorted(set(types) - set(known))
+        if unknown:
+            raise self.error(f"layer type {unknown[0]!r} is not supported; supported are {', '.join(known)}.")
+        return list(types)
+
     def sub(self, name: str) -> Fields:
         value = self.get(name, {})
         if not isinstance(value, Mapping):

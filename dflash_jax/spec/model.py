@@ -6,7 +6,7 @@ of target layers, masks are per layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Mask = Literal["causal", "block"]  # as in `pallas_kernels.lib.masks`, which would bring JAX and every kernel along
@@ -31,9 +31,11 @@ class FullAttention:
 
     Attributes:
         causal: whether a query sees no later token; full layers of drafters see the whole block.
+        gated: whether each output is multiplied by the sigmoid of a gate, which is projected beside the query.
     """
 
     causal: bool = True
+    gated: bool = False
 
     @property
     def mask(self) -> LayerMask:
@@ -60,11 +62,44 @@ class WindowAttention:
 
 
 @dataclass(frozen=True)
+class GatedDelta:
+    """A mixer that keeps one recurrent state of a sequence instead of keys and values (Gated DeltaNet).
+
+    Attributes:
+        key_heads: HK, heads of queries and keys.
+        value_heads: HV, heads of values, a multiple of HK; value head h reads key head h // (HV // HK).
+        key_dim: dk, size of a query or key.
+        value_dim: dv, size of a value.
+        conv_width: taps of the causal convolution over queries, keys and values; the last is the current token's.
+        activation: of the gate that multiplies the normed output; `output_gate_type` in a config.json.
+
+    Source: arXiv 2412.06464; transformers' Qwen3_5GatedDeltaNet.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    activation: Literal["silu", "sigmoid"] = "silu"
+
+    @property
+    def values_per_key(self) -> int:
+        """The number of value heads that read a key head, r = HV / HK."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def channels_per_key(self) -> int:
+        """Channels of the convolution of one key head: its query, its key and its value heads, c = 2 dk + r dv."""
+        return 2 * self.key_dim + self.values_per_key * self.value_dim
+
+
+@dataclass(frozen=True)
 class Dense:
     """A SwiGLU MLP; its width is `DecoderConfig.intermediate_size`."""
 
 
-Mixer = FullAttention | WindowAttention
+Mixer = FullAttention | WindowAttention | GatedDelta
 Mlp = Dense
 
 
@@ -86,14 +121,32 @@ class LayerSpec:
         return LayerSpec(FullAttention(causal) if window is None else WindowAttention(window, causal))
 
     @property
+    def mask(self) -> LayerMask:
+        """What the queries of an attention layer see.
+
+        Raises:
+            TypeError: the layer has no attention.
+        """
+        if isinstance(self.mixer, GatedDelta):
+            raise TypeError("A Gated DeltaNet layer has no mask; ask the layers of DecoderConfig.attention_layers.")
+        return self.mixer.mask
+
+    @property
     def window(self) -> int | None:
-        """W, how many tokens of a sequence the layer needs at most; None is all."""
-        return self.mixer.mask.window
+        """W, how many tokens of a sequence an attention layer needs at most; None is all.
+
+        Raises:
+            TypeError: the layer has no attention.
+        """
+        return self.mask.window
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding, with Hugging Face's field names; each `rope_type` reads its own fields only."""
+    """Rotary position embedding, with Hugging Face's field names; each `rope_type` reads its own fields only.
+
+    `partial_rotary_factor` is the share of a head's dimensions that are rotated: the first ones.
+    """
 
     rope_type: str = "default"
     theta: float = 10_000.0
@@ -107,11 +160,21 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    partial_rotary_factor: float = 1.0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """The number of dimensions of a head that are rotated; halves of these first ones are paired."""
+        return int(head_dim * self.partial_rotary_factor)
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """What targets and drafters have in common; `layers` describes each of the L decoder layers."""
+    """What targets and drafters have in common; `layers` describes each of the L decoder layers.
+
+    Attributes:
+        zero_centered_norms: norms of layers, queries, keys and the last one multiply by 1 + w in float32, w being what
+            the checkpoint holds. The norm inside of a Gated DeltaNet layer multiplies by w.
+    """
 
     vocab_size: int  # V
     hidden_size: int  # D
@@ -126,16 +189,37 @@ class DecoderConfig:
     attention_bias: bool
     mlp_bias: bool
     dtype: str  # of the checkpoint
+    zero_centered_norms: bool = field(default=False, kw_only=True)
 
     @property
     def num_hidden_layers(self) -> int:
         """L, the number of decoder layers."""
         return len(self.layers)
 
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that keep keys and values."""
+        return tuple(i for i, layer in enumerate(self.layers) if not isinstance(layer.mixer, GatedDelta))
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that keep a recurrent state."""
+        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mixer, GatedDelta))
+
+    @property
+    def gated_delta(self) -> GatedDelta | None:
+        """The mixer of all recurrent layers; None if there are none."""
+        return next((layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDelta)), None)
+
+    @property
+    def has_gated_attention(self) -> bool:
+        """Whether attention layers gate their outputs; all do, or none."""
+        return any(isinstance(layer.mixer, FullAttention) and layer.mixer.gated for layer in self.layers)
+
 
 @dataclass(frozen=True)
 class TargetConfig(DecoderConfig):
-    """A Qwen3 or Llama model, with Hugging Face's field names.
+    """A Qwen3, Qwen3.5 or Llama model, with Hugging Face's field names.
 
     Attributes:
         weight_block_size: rows and columns of the blocks that share a scale in a block-wise fp8 checkpoint; else None.

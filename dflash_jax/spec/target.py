@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_jax.base.values import is_int
+from dflash_jax.spec import hybrid
 from dflash_jax.spec.fields import Fields
 from dflash_jax.spec.model import LayerSpec, RopeConfig, TargetConfig
 
-ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
+ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM", *hybrid.ARCHITECTURES)
 DEFAULT_WINDOW = 4096  # tokens: Qwen3's default of sliding_window, where use_sliding_window is set
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
@@ -26,6 +27,8 @@ def target_config(raw: Mapping[str, Any], where: str = "config.json") -> TargetC
     """
     fields = Fields(raw, where)
     architecture = architecture_of(fields, ARCHITECTURES)
+    if architecture in hybrid.ARCHITECTURES:
+        return _hybrid_config(hybrid.text_fields(fields), architecture)
     qwen3 = architecture == "Qwen3ForCausalLM"
     window_fields = Fields({}, where)  # Llama has no windows, whatever its config says
     if qwen3:
@@ -33,16 +36,41 @@ def target_config(raw: Mapping[str, Any], where: str = "config.json") -> TargetC
         window_fields = Fields({"sliding_window": default_window, **raw}, where)
     return TargetConfig(
         **decoder_fields(fields, qk_norm=qwen3, default_head_dim=128 if qwen3 else None),
+        **_outer_fields(fields, architecture),
         layers=tuple(
             LayerSpec.attention(window, causal=True)
             for window in layer_windows(window_fields, fields.positive_int("num_hidden_layers"))
         ),
-        architecture=architecture,
-        tie_word_embeddings=fields.flag("tie_word_embeddings"),
         max_position_embeddings=fields.positive_int("max_position_embeddings"),
-        eos_token_ids=fields.token_ids("eos_token_id"),
-        weight_block_size=weight_block_size(fields),
     )
+
+
+def _hybrid_config(fields: Fields, architecture: str) -> TargetConfig:
+    """The configuration of a hybrid, of the fields of its language model."""
+    decoder = decoder_fields(
+        fields, qk_norm=True, default_head_dim=hybrid.HEAD_DIM, partial_rotary_factor=hybrid.PARTIAL_ROTARY_FACTOR
+    )
+    rope: RopeConfig = decoder["rope"]
+    longest = fields.positive_int("max_position_embeddings")
+    if rope.rope_type == "yarn":  # these files keep the length that the model was trained with
+        longest = max(longest, int(rope.factor * rope.original_max_position_embeddings))
+    return TargetConfig(
+        **decoder,
+        **_outer_fields(fields, architecture),
+        layers=hybrid.hybrid_layers(fields),
+        max_position_embeddings=longest,
+        zero_centered_norms=True,
+    )
+
+
+def _outer_fields(fields: Fields, architecture: str) -> dict[str, Any]:
+    """The arguments of `TargetConfig` that all architectures read alike."""
+    return {
+        "architecture": architecture,
+        "tie_word_embeddings": fields.flag("tie_word_embeddings"),
+        "eos_token_ids": fields.token_ids("eos_token_id"),
+        "weight_block_size": weight_block_size(fields),
+    }
 
 
 def architecture_of(fields: Fields, known: tuple[str, ...]) -> str:
@@ -62,8 +90,17 @@ def architecture_of(fields: Fields, known: tuple[str, ...]) -> str:
     raise fields.error(f"architecture {names[0]!r} is not supported here; supported are {', '.join(known)}.")
 
 
-def decoder_fields(fields: Fields, *, qk_norm: bool, default_head_dim: int | None) -> dict[str, Any]:
-    """The arguments of `DecoderConfig` except `layers`; missing fields default as in the Hugging Face classes."""
+def decoder_fields(
+    fields: Fields, *, qk_norm: bool, default_head_dim: int | None, partial_rotary_factor: float | None = None
+) -> dict[str, Any]:
+    """The arguments of `DecoderConfig` except `layers`; missing fields default as in the Hugging Face classes.
+
+    Args:
+        fields: the file's.
+        qk_norm: whether queries and keys are normed.
+        default_head_dim: H of files that do not say; None is the hidden size over the heads.
+        partial_rotary_factor: share of the rotated dimensions in files that do not say; None refuses other than all.
+    """
     activation = fields.get("hidden_act", "silu")
     if activation != "silu":
         raise fields.error(f"hidden_act={activation!r} is not supported; supported is 'silu'.")
@@ -82,7 +119,7 @@ def decoder_fields(fields: Fields, *, qk_norm: bool, default_head_dim: int | Non
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "rms_norm_eps": fields.real("rms_norm_eps"),
-        "rope": _rope(fields),
+        "rope": _rope(fields, head_dim, partial_rotary_factor),
         "qk_norm": qk_norm,
         "attention_bias": fields.flag("attention_bias"),
         "mlp_bias": fields.flag("mlp_bias") and not qk_norm,  # Qwen3 layers have none
@@ -90,7 +127,7 @@ def decoder_fields(fields: Fields, *, qk_norm: bool, default_head_dim: int | Non
     }
 
 
-def _rope(fields: Fields) -> RopeConfig:
+def _rope(fields: Fields, head_dim: int, default_partial: float | None) -> RopeConfig:
     """Read RoPE from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (earlier versions).
 
     If a file has a value twice, transformers' choice wins: `rope_scaling` over `rope_parameters`, the outer
@@ -101,12 +138,11 @@ def _rope(fields: Fields) -> RopeConfig:
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise scaling.error(f"rope_type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}.")
-    partial = scaling.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise scaling.error(f"partial_rotary_factor={partial} is not supported; supported is 1.0.")
+    partial = _partial_rotary_factor(scaling, fields, head_dim, default_partial)
     theta = Fields({"rope_theta": scaling.get("rope_theta", fields.get("rope_theta"))}, fields.where)
     original = fields.get("original_max_position_embeddings", scaling.get("original_max_position_embeddings"))
     options: dict[str, Any] = {"rope_type": rope_type, "theta": theta.real("rope_theta", 10_000.0)}
+    options["partial_rotary_factor"] = partial
     if rope_type in ("yarn", "llama3"):
         max_positions = fields.positive_int("max_position_embeddings")
         original = Fields({"original_max_position_embeddings": original}, scaling.where).positive_int(
@@ -132,6 +168,22 @@ def _rope(fields: Fields) -> RopeConfig:
     return RopeConfig(**options)
 
 
+def _partial_rotary_factor(scaling: Fields, fields: Fields, head_dim: int, default: float | None) -> float:
+    """The share of rotated dimensions, which stands inside of the RoPE fields or beside them."""
+    outer = fields.get("partial_rotary_factor", 1.0 if default is None else default)
+    partial = Fields({"partial_rotary_factor": scaling.get("partial_rotary_factor", outer)}, scaling.where)
+    factor = partial.real("partial_rotary_factor")
+    if default is None and factor != 1.0:
+        raise scaling.error(f"partial_rotary_factor={factor} is not supported; supported is 1.0.")
+    rotated = RopeConfig(partial_rotary_factor=factor).rotary_dim(head_dim)
+    if factor > 1 or rotated < 2 or rotated % 2:
+        raise scaling.error(
+            f"partial_rotary_factor={factor} rotates {rotated} of head_dim={head_dim} dimensions; they must be an even "
+            "number of at least 2 and at most all."
+        )
+    return factor
+
+
 def layer_windows(fields: Fields, num_layers: int) -> list[int | None]:
     """The window of each layer in tokens; None for full attention.
 
@@ -139,21 +191,12 @@ def layer_windows(fields: Fields, num_layers: int) -> list[int | None]:
     ignoring a trained window costs most of the acceptance (48 % -> 11 %, tpu-inference #3526).
     """
     window = fields.get("sliding_window")
-    types = fields.get("layer_types")
+    types = fields.layer_types(num_layers, ("full_attention", "sliding_attention"))
     if types is None:
         first = fields.get("max_window_layers", 28) if fields.flag("use_sliding_window") and window else num_layers
         if not is_int(first) or first < 0:
             raise fields.error(f"max_window_layers={first!r} must be an integer of at least 0.")
         types = ["full_attention"] * min(first, num_layers) + ["sliding_attention"] * max(num_layers - first, 0)
-    if not isinstance(types, list | tuple) or not all(isinstance(kind, str) for kind in types):
-        raise fields.error(f"layer_types={types!r} must be a list of full_attention and sliding_attention.")
-    if len(types) != num_layers:
-        raise fields.error(f"layer_types names {len(types)} layers, num_hidden_layers={num_layers}; they must agree.")
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise fields.error(
-            f"layer type {unknown[0]!r} is not supported; supported are full_attention, sliding_attention."
-        )
     if "sliding_attention" not in types:
         return [None] * num_layers
     window = fields.positive_int("sliding_window")

@@ -193,7 +193,7 @@ def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
 
 def _mask_fields(layers: tuple[LayerSpec, ...]) -> dict[str, Any]:
     """Fields of the layers' masks: sliding layers are causal and full ones not, or `is_causal` sets all of them."""
-    masks = [layer.mixer.mask for layer in layers]
+    masks = [layer.mask for layer in layers]
     windows, kinds = {mask.window for mask in masks} - {None}, {mask.mask for mask in masks}
     is_usual = all((mask.mask == "causal") == (mask.window is not None) for mask in masks)
     if len(windows) > 1 or not (is_usual or len(kinds) == 1):
