@@ -90,8 +90,14 @@ def random_tensors(config: TargetConfig | DraftConfig, seed: int, scale: float =
         if name == "d2t":  # every third token of the target's vocabulary
             tensors[name] = 2 * np.arange(shape[0], dtype=np.int64)
             continue
-        center = 1.0 if name.endswith("norm.weight") else 0.0
+        is_centered = config.zero_centered_norms and not name.endswith("linear_attn.norm.weight")
+        center = 1.0 if name.endswith("norm.weight") and not is_centered else 0.0
         tensors[name] = (center + scale * rng.standard_normal(shape)).astype(np.float32)
+        if name.endswith("A_log"):
+            tensors[name] = np.log(rng.uniform(1, 16, shape)).astype(np.float32)
+        if name.endswith("dt_bias"):  # the inverse of softplus, of 0.001 to 0.1
+            step = np.exp(rng.uniform(np.log(1e-3), np.log(0.1), shape))
+            tensors[name] = (step + np.log(-np.expm1(-step))).astype(np.float32)
     return tensors
 
 

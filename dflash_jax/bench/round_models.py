@@ -17,8 +17,9 @@ from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import DraftConfig, TargetConfig, draft_config, target_config
 from dflash_jax.spec.draft import check_draft_fits
 from dflash_jax.spec.fields import read_json
+from dflash_jax.weights.initial import initializer
 from dflash_jax.weights.loader import Params
-from dflash_jax.weights.tables import Parameter, build, checkpoint_table, initializer, parameters_of
+from dflash_jax.weights.tables import Parameter, build, checkpoint_table, parameters_of
 
 DRAFT_LAYERS, DRAFT_BLOCK, DRAFT_MASK = 5, 16, 151_669  # those of z-lab's Qwen3-4B-DFlash-b16 and Qwen3-8B-DFlash-b16
 
@@ -125,8 +126,8 @@ def random_params(config: TargetConfig | DraftConfig, dtype: DTypeLike, mesh: Me
     def make(parameter: Parameter) -> jax.Array:
         name, shape = parameter.path[-1], parameter.shape
         if (name, shape) not in programs:  # compiled once for all layers
-            stored = jnp.int32 if name == "d2t" else dtype
-            fill = partial(initializer(parameter), shape=shape, dtype=stored)
+            stored = jnp.int32 if name == "d2t" else jnp.float32 if parameter.is_float32 else dtype
+            fill = partial(initializer(name), shape=shape, dtype=stored)
             programs[name, shape] = jax.jit(fill, out_shardings=mesh.place(parameter.axes, shape))
         return programs[name, shape](jax.random.fold_in(jax.random.key(seed), next(keys)))
 

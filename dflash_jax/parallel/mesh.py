@@ -16,8 +16,8 @@ from pallas_kernels.all_reduce import reach_each_other
 AXIS = "tp"  # the mesh axis of tensor parallelism
 WHOLE, SPLIT_FIRST = PartitionSpec(), PartitionSpec(AXIS)
 
-# Letters of axes that may be split: query heads, kv heads, parts of the mlp width, all of it, vocabulary.
-SPLIT = ("N", "K", "E", "F", "V")
+# Axes that may be split: query heads, kv heads, parts of the mlp width, all of it, vocabulary, heads of Gated DeltaNet.
+SPLIT = ("N", "K", "E", "F", "V", "HK")
 
 Tree = TypeVar("Tree")
 

@@ -5,6 +5,7 @@ Source: transformers' Qwen3_5Config and Qwen3_5TextConfig, whose defaults these 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from dflash_jax.spec.fields import Fields
@@ -33,11 +34,11 @@ def text_fields(fields: Fields) -> Fields:
     return Fields({**outer, **inner, "tie_word_embeddings": tied}, text.where)
 
 
-def text_raw_config(raw: dict[str, Any]) -> dict[str, Any]:
+def text_raw_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """The `config.json` of the language model alone: the fields of `text_config` at the top level.
 
     Args:
-        raw: the `config.json` of a hybrid, with or without `text_config`.
+        raw: the `config.json` of a model; one without `text_config` is returned as it is.
     """
     fields = Fields(raw, "config.json")
     if not fields.sub("text_config").raw:

@@ -14,9 +14,10 @@ from safetensors.numpy import save_file
 
 from dflash_jax.base.errors import CheckpointError, ConfigError
 from dflash_jax.spec import DraftConfig, LayerSpec, RopeConfig, TargetConfig
+from dflash_jax.spec.hybrid import text_raw_config
 from dflash_jax.weights.loader import Params
 from dflash_jax.weights.safetensors import INDEX_NAME, SINGLE_NAME
-from dflash_jax.weights.tables import checkpoint_tensors
+from dflash_jax.weights.tables import FLOAT32, checkpoint_tensors
 
 WeightDtype = Literal["float32", "bfloat16", "fp8_e4m3"]
 
@@ -26,6 +27,8 @@ WIDE_DTYPES: Mapping[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "fp8_e4m3": np.dtype(ml_dtypes.bfloat16),
 }
+# Tensors that fp8_e4m3 quantises. in_proj_a and in_proj_b of Gated DeltaNet are small, and its decays depend on them.
+QUANTIZED = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", "fc.weight")
 FP8_LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)  # 448, the largest e4m3 number
 
 # Weights only, one scale for each row. Modules are given by class, since vLLM renames those of a drafter.
@@ -41,7 +44,7 @@ FP8_QUANTIZATION: Mapping[str, Any] = {
             "input_activations": None,
         }
     },
-    "ignore": ["lm_head"],
+    "ignore": ["lm_head", "re:.*in_proj_[ab]$"],
     "kv_cache_scheme": None,
 }
 
@@ -68,6 +71,7 @@ def save_model(
     Args:
         folder: created if absent; other files in it stay.
         raw_config: the JSON object that `config` was read from; its `quantization_config` is replaced to fit `dtype`.
+            Of a hybrid the language model alone is written, with its fields at the top level.
         config: the model's.
         params: nested dicts of arrays, as the Flax modules take them.
         dtype: dtype of the stored weights. With fp8_e4m3, projections are fp8 with a float32 scale for each row, in
@@ -84,7 +88,8 @@ def save_model(
     tensors: dict[str, np.ndarray] = {}
     for name, tensor in checkpoint_tensors(config, params).items():
         tensors |= _stored(name, tensor, dtype)
-    raw = {name: value for name, value in raw_config.items() if name != "quantization_config"}
+    text = text_raw_config(raw_config)
+    raw = {name: value for name, value in text.items() if name != "quantization_config"}
     quantization = {"quantization_config": FP8_QUANTIZATION} if dtype == "fp8_e4m3" else {}
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / SINGLE_NAME, tensors)
@@ -121,7 +126,9 @@ def _stored(name: str, array: np.ndarray, dtype: WeightDtype) -> dict[str, np.nd
     """The tensors that the file holds for one tensor: itself in the stored dtype, and its scale if quantised."""
     if name == "d2t":
         return {name: array.astype(np.int64)}
-    if dtype == "fp8_e4m3" and name.endswith(("_proj.weight", "fc.weight")):
+    if name.endswith(FLOAT32):
+        return {name: array.astype(np.float32)}
+    if dtype == "fp8_e4m3" and name.endswith(QUANTIZED):
         weight, scale = quantize_rows(array)
         return {name: weight, f"{name}_scale": scale}
     return {name: array.astype(WIDE_DTYPES[dtype])}

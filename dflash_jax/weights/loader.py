@@ -5,7 +5,10 @@ All headers are checked against the table before any tensor is read: a wrong fil
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,19 +21,24 @@ from jaxtyping import Float
 
 from dflash_jax.base.errors import CheckpointError
 from dflash_jax.spec import DraftConfig, TargetConfig
+from dflash_jax.spec.hybrid import ARCHITECTURES as HYBRIDS
 from dflash_jax.weights.formats.transposed import Transposed, inputs_first
 from dflash_jax.weights.safetensors import TensorInfo, list_tensors
 from dflash_jax.weights.tables import (
     IGNORED_TENSORS,
+    PREFIXES,
     PROJECTIONS,
     Parameter,
     build,
     checkpoint_shape,
     checkpoint_table,
+    default_prefix,
     kv_scale_names,
     output_axes,
     parameters_of,
 )
+
+logger = logging.getLogger(__name__)
 
 Params = dict[str, Any]  # nested dicts of arrays, as Flax modules take them
 Placement = Callable[[tuple[str, ...], tuple[int, ...]], jax.sharding.Sharding | None]
@@ -38,6 +46,7 @@ Placement = Callable[[tuple[str, ...], tuple[int, ...]], jax.sharding.Sharding |
 FP8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 SCALE_SUFFIXES = ("_scale", "_scale_inv")  # names of dequantisation factors; the second is DeepSeek's and Qwen's
 MOST_NAMED = 5  # problems that one error lists
+SKIPPED = re.compile(r"^model\.(visual)\.|^(mtp)\.")  # what a hybrid's checkpoint holds beside the language model
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,8 @@ def load_kv_scales(folder: Path, config: TargetConfig | DraftConfig) -> KVScales
         CheckpointError: a scale is not positive and finite, has a wrong shape, or is there under two names.
     """
     tensors = list_tensors(folder)
-    scales_of = {x: [_kv_scale(tensors, config, i, x) for i in range(config.num_hidden_layers)] for x in ("k", "v")}
+    prefix, layers = prefix_of(tensors, config), range(config.num_hidden_layers)
+    scales_of = {x: [_kv_scale(tensors, kv_scale_names(config, i, x, prefix), config) for i in layers] for x in "kv"}
     if all(scale is None for scales in scales_of.values() for scale in scales):
         return None
     one = np.ones(config.num_key_value_heads, np.float32)
@@ -67,10 +77,10 @@ def load_kv_scales(folder: Path, config: TargetConfig | DraftConfig) -> KVScales
 
 
 def _kv_scale(
-    tensors: dict[str, TensorInfo], config: TargetConfig | DraftConfig, layer: int, x: str
+    tensors: dict[str, TensorInfo], names: list[str], config: TargetConfig | DraftConfig
 ) -> np.ndarray | None:
-    """The scale [] or [K] of a layer's keys (x = k) or values (x = v); None if the checkpoint has none."""
-    infos = [tensors[name] for name in kv_scale_names(config, layer, x) if name in tensors]
+    """The scale [] or [K] that has one of these names; None if the checkpoint has none."""
+    infos = [tensors[name] for name in names if name in tensors]
     if not infos:
         return None
     info, *others = infos
@@ -115,24 +125,51 @@ def load_params(
         CheckpointError: a tensor is missing, surplus, or has a shape or dtype that the table does not expect.
     """
     tensors = list_tensors(folder)
-    table = checkpoint_table(config)
-    _check(folder, tensors, table, config)
+    prefix = prefix_of(tensors, config)
+    if isinstance(config, TargetConfig) and config.architecture in HYBRIDS:
+        tensors = _without_skipped(folder, tensors)
+    table = checkpoint_table(config, prefix)
+    _check(folder, tensors, table, config, prefix)
 
-    def put(array: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
+    def put(array: np.ndarray, axes: tuple[str, ...], floating: DTypeLike = dtype) -> jax.Array:
         placed = jax.device_put(array, place(axes, array.shape))
-        return placed.astype(dtype if jnp.issubdtype(placed.dtype, jnp.floating) else jnp.int32)
+        return placed.astype(floating if jnp.issubdtype(placed.dtype, jnp.floating) else jnp.int32)
 
     def read(parameter: Parameter) -> jax.Array | Transposed:
         array = parameter.join({name: _read(tensors, name, config) for name in parameter.parts})
         if transpose and parameter.path[-1] in PROJECTIONS:
             return Transposed(put(inputs_first(array, output_axes(parameter.axes)), ("D", "D")), parameter.shape)
-        return put(array, parameter.axes)
+        return put(array, parameter.axes, jnp.float32 if parameter.is_float32 else dtype)
 
     return build(parameters_of(table, config), read)
 
 
+def prefix_of(names: Iterable[str], config: TargetConfig | DraftConfig) -> str:
+    """How the names of a model's tensors begin in a checkpoint, by the names that it holds.
+
+    Args:
+        names: of all tensors in the checkpoint.
+        config: the model's; drafters and dense targets have one prefix only.
+    """
+    usual = default_prefix(config)
+    if not (isinstance(config, TargetConfig) and config.architecture in HYBRIDS):
+        return usual
+    longest_first = sorted(PREFIXES, key=len, reverse=True)
+    return next((prefix for prefix in longest_first if any(name.startswith(prefix) for name in names)), usual)
+
+
+def _without_skipped(folder: Path, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The tensors without those for images (`model.visual`) and of the built-in drafter (`mtp`), which are not used."""
+    groups = {name: SKIPPED.match(name) for name in tensors}
+    counts = Counter(group.group(1) or group.group(2) for group in groups.values() if group)
+    if counts:
+        skipped = " and ".join(f"{count} tensors of {group}" for group, count in counts.items())
+        logger.info("%s: %s are skipped; only the language model is loaded.", folder, skipped)
+    return {name: info for name, info in tensors.items() if groups[name] is None}
+
+
 def _check(
-    folder: Path, tensors: dict[str, TensorInfo], table: dict[str, str], config: TargetConfig | DraftConfig
+    folder: Path, tensors: dict[str, TensorInfo], table: dict[str, str], config: TargetConfig | DraftConfig, prefix: str
 ) -> None:
     """Raise one error for all tensors that do not fit the table, with file, tensor, expected and actual shape."""
     problems = []
@@ -150,9 +187,10 @@ def _check(
         elif not jnp.issubdtype(info.dtype, jnp.floating):
             problems.append(f"{info.file}: tensor {name!r} should hold floats and holds {info.dtype}")
     layers = range(config.num_hidden_layers)
-    known = table.keys() | {name for i in layers for x in ("k", "v") for name in kv_scale_names(config, i, x)}
+    known = table.keys() | {name for i in layers for x in "kv" for name in kv_scale_names(config, i, x, prefix)}
+    head = f"{PREFIXES.get(prefix, '')}lm_head.weight"
     for name, info in tensors.items():
-        if name in known or IGNORED_TENSORS.search(name) or name == "lm_head.weight":  # a tied or copied head
+        if name in known or IGNORED_TENSORS.search(name) or name == head:  # a tied or copied head
             continue
         base = next((name.removesuffix(suffix) for suffix in SCALE_SUFFIXES if name.endswith(suffix)), None)
         if base not in table or base not in tensors or tensors[base].dtype not in FP8:

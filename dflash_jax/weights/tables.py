@@ -1,24 +1,27 @@
 """Tables of tensors: the name, shape and axis order of every tensor of every architecture.
 
-A table maps a tensor's name in the checkpoint to its axes, one letter an axis:
+A table maps a tensor's name in the checkpoint to its axes:
 
     V vocabulary · U draft vocabulary · D model width · C captured features, D of each capture layer · F mlp width
     N query heads · K kv heads · H head size
+    HK key heads of Gated DeltaNet, each with c channels of the convolution, r value heads of size dv, z = r dv
 
 Axes in parentheses are one axis in the checkpoint and several in our arrays: `"D (N H)"` is stored as [D, N*H] and held
 as [D, N, H]. Our arrays keep the checkpoint's order [out, in]: tensor cores want that K-major operand, and loading a
-tensor is a reshape of the mapped file. (CPUs hold the transpose: `formats.transposed`.)
+tensor is a reshape of the mapped file, or a copy where its rows are moved (`orders`). (CPUs hold the transpose:
+`formats.transposed`.)
 
-Projections of the same input are held as one array, so that one matrix product reads them all (`FUSED`). Four letters
+Projections of the same input are held as one array, so that one matrix product reads them all (`FUSED`). Five names
 exist for that alone:
 
-    R query heads of a kv head, N / K · J tensors side by side in a fused array
+    R query heads of a kv head, N / K · 2R these and their gates · J tensors side by side in a fused array
     E equal parts of the mlp width · I width of such a part, F / E
 
 Heads are fused within each kv head: queries "(K R H) D", keys and values "(K 1 H) D" become [K, J, H, D] with
-J = R + 2, the kv head's R query heads, then its key, then its value. Gate and up, both "(E 1 I) D", become
-[E, J, I, D] with J = 2. So the axis that devices share, K or E, comes first: each device holds whole groups of heads
-or parts of the mlp, and its share of the array is one matrix [rows, D].
+J = R + 2, the kv head's R query heads, then its key, then its value; gated attention has R gates before them. Gate and
+up, both "(E 1 I) D", become [E, J, I, D] with J = 2. Gated DeltaNet has [HK, J, D] with J = c + z: query, key, values
+and output gates of a key head. So the axis that devices share, K, E or HK, comes first: each device holds whole groups
+of heads or parts of the mlp, and its share of the array is one matrix [rows, D].
 
 The same table declares the Flax parameters (`declare`), lists what must be in the files and what the exporter writes
 (`parameters_of`), and gives each array its sharding (`Parameter.axes`).
@@ -29,7 +32,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import getitem
 from typing import Any, TypeVar
@@ -37,16 +40,26 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import numpy as np
 
-from dflash_jax.spec import DecoderConfig, DraftConfig, TargetConfig
+from dflash_jax.spec import DecoderConfig, DraftConfig, GatedDelta, TargetConfig
+from dflash_jax.weights.initial import initializer
+from dflash_jax.weights.orders import Order, inverse, row_orders
 
 Table = dict[str, str]  # tensor name -> axes
 T = TypeVar("T")
 
 # Fused parameters, and the tensors in each. A drafter's queries stay apart: its context needs keys and values alone.
 FUSED: dict[str, dict[str, tuple[str, ...]]] = {
-    "target": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
+    "target": {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+        "in_proj": ("in_proj_qkv", "in_proj_z"),
+        "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    },
     "draft": {"kv_proj": ("k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
 }
+
+# How names of a target's tensors begin, and how that of its head does: text alone; Qwen3.5 as published; MLX.
+PREFIXES = {"model.": "", "model.language_model.": "", "language_model.model.": "language_model."}
 
 MOST_PARTS = 16  # parts of the mlp width (E): at most so many devices can share it
 
@@ -58,8 +71,12 @@ PROJECTIONS = (
     "o_proj",
     "gate_up_proj",
     "down_proj",
+    "in_proj",
+    "in_proj_ba",
+    "out_proj",
     "fc",
 )
+FLOAT32 = ("A_log", "dt_bias")  # held in float32 whatever the model's dtype: a decay is an exponential of both
 # Tensors that checkpoints may hold and our models do not need.
 IGNORED_TENSORS = re.compile(
     r"(^|\.)rotary_emb\.inv_freq$"  # recomputed; old Llama files have it
@@ -81,17 +98,38 @@ KV_SCALE_NAMES = (
 
 def attention_table(config: DecoderConfig) -> Table:
     """Tensors of one attention block."""
+    queries = "2R" if config.has_gated_attention else "R"
     table = {
-        "q_proj.weight": "(K R H) D",
+        "q_proj.weight": f"(K {queries} H) D",
         "k_proj.weight": "(K 1 H) D",
         "v_proj.weight": "(K 1 H) D",
         "o_proj.weight": "D (N H)",
     }
     if config.attention_bias:
-        table |= {"q_proj.bias": "(K R H)", "k_proj.bias": "(K 1 H)", "v_proj.bias": "(K 1 H)", "o_proj.bias": "D"}
+        table |= {
+            "q_proj.bias": f"(K {queries} H)",
+            "k_proj.bias": "(K 1 H)",
+            "v_proj.bias": "(K 1 H)",
+            "o_proj.bias": "D",
+        }
     if config.qk_norm:
         table |= {"q_norm.weight": "H", "k_norm.weight": "H"}
     return table
+
+
+def gated_delta_table(config: DecoderConfig) -> Table:
+    """Tensors of one Gated DeltaNet block."""
+    return {
+        "in_proj_qkv.weight": "(HK c) D",
+        "in_proj_z.weight": "(HK z) D",
+        "in_proj_b.weight": "(HK r) D",
+        "in_proj_a.weight": "(HK r) D",
+        "conv1d.weight": "(HK c) 1 taps",
+        "A_log": "(HK r)",
+        "dt_bias": "(HK r)",
+        "norm.weight": "dv",
+        "out_proj.weight": "D (HK z)",
+    }
 
 
 def mlp_table(config: DecoderConfig) -> Table:
@@ -116,27 +154,42 @@ def outer_table(config: TargetConfig | DraftConfig) -> Table:
     return {"fc.weight": "D C", "hidden_norm.weight": "D", "norm.weight": "D", **own_head}
 
 
-def checkpoint_table(config: TargetConfig | DraftConfig) -> Table:
-    """Every tensor of a model, by its full name in the checkpoint."""
-    prefix = "model." if isinstance(config, TargetConfig) else ""
-    table = {("" if name == "lm_head.weight" else prefix) + name: axes for name, axes in outer_table(config).items()}
-    for i in range(config.num_hidden_layers):
+def checkpoint_table(config: TargetConfig | DraftConfig, prefix: str | None = None) -> Table:
+    """Every tensor of a model, by its full name in the checkpoint.
+
+    Args:
+        config: the model's.
+        prefix: how names of a target's tensors begin, one of `PREFIXES`; None is `default_prefix`.
+    """
+    prefix = default_prefix(config) if prefix is None else prefix
+    head = PREFIXES.get(prefix, "")
+    table = {(head if name == "lm_head.weight" else prefix) + name: axes for name, axes in outer_table(config).items()}
+    for i, spec in enumerate(config.layers):
         layer = f"{prefix}layers.{i}."
         table |= {layer + name: axes for name, axes in norms_table().items()}
-        table |= {f"{layer}self_attn.{name}": axes for name, axes in attention_table(config).items()}
+        if isinstance(spec.mixer, GatedDelta):
+            table |= {f"{layer}linear_attn.{name}": axes for name, axes in gated_delta_table(config).items()}
+        else:
+            table |= {f"{layer}self_attn.{name}": axes for name, axes in attention_table(config).items()}
         table |= {f"{layer}mlp.{name}": axes for name, axes in mlp_table(config).items()}
     return table
 
 
-def kv_scale_names(config: TargetConfig | DraftConfig, layer: int, x: str) -> list[str]:
+def default_prefix(config: TargetConfig | DraftConfig) -> str:
+    """How names of tensors begin in files that we write."""
+    return "model." if isinstance(config, TargetConfig) else ""
+
+
+def kv_scale_names(config: TargetConfig | DraftConfig, layer: int, x: str, prefix: str | None = None) -> list[str]:
     """Every full tensor name that a layer's scale of keys (x = k) or values (x = v) may have in a checkpoint."""
-    prefix = "model." if isinstance(config, TargetConfig) else ""
+    prefix = default_prefix(config) if prefix is None else prefix
     return [f"{prefix}layers.{layer}.self_attn.{name.format(x=x)}" for name in KV_SCALE_NAMES]
 
 
 def sizes(config: DecoderConfig) -> dict[str, int]:
-    """The length of each letter's axis."""
+    """The length of each axis by its name."""
     parts = math.gcd(config.intermediate_size, MOST_PARTS)
+    queries = config.num_attention_heads // config.num_key_value_heads
     letters = {
         "V": config.vocab_size,
         "D": config.hidden_size,
@@ -144,7 +197,8 @@ def sizes(config: DecoderConfig) -> dict[str, int]:
         "N": config.num_attention_heads,
         "K": config.num_key_value_heads,
         "H": config.head_dim,
-        "R": config.num_attention_heads // config.num_key_value_heads,
+        "R": queries,
+        "2R": 2 * queries,
         "1": 1,
         "E": parts,
         "I": config.intermediate_size // parts,
@@ -152,14 +206,22 @@ def sizes(config: DecoderConfig) -> dict[str, int]:
     if isinstance(config, DraftConfig):
         letters["U"] = config.draft_vocab_size or config.vocab_size
         letters["C"] = len(config.target_layer_ids) * config.target_hidden_size
+    mixer = config.gated_delta
+    if mixer is not None:
+        letters |= {"HK": mixer.key_heads, "c": mixer.channels_per_key, "taps": mixer.conv_width}
+        letters |= {"r": mixer.values_per_key, "dv": mixer.value_dim, "z": mixer.values_per_key * mixer.value_dim}
     return letters
 
 
 def checkpoint_shape(axes: str, config: DecoderConfig) -> tuple[int, ...]:
     """Shape of a tensor in the checkpoint."""
     letters = sizes(config)
-    groups = re.findall(r"\(([^)]*)\)|(\w)", axes)
-    return tuple(math.prod(letters[a] for a in (grouped or single).split()) for grouped, single in groups)
+    return tuple(math.prod(letters[name] for name in group) for group in _groups(axes))
+
+
+def _groups(axes: str) -> list[list[str]]:
+    """For each axis of the checkpoint's tensor, the axes that our array has for it."""
+    return [(grouped or single).split() for grouped, single in re.findall(r"\(([^)]*)\)|(\S+)", axes)]
 
 
 @dataclass(frozen=True)
@@ -168,13 +230,19 @@ class Parameter:
 
     Attributes:
         path: its keys in the parameters, for example `layers_3`, `mlp`, `gate_up_proj`.
-        axes: one letter for each axis.
+        axes: the name of each axis.
         parts: for each tensor in it, by its checkpoint name, the shape that the tensor has in the array.
+        orders: for tensors whose rows are moved, which row of the checkpoint's each row is.
+        offset: what is added to the checkpoint's numbers; 1 for norms that multiply by 1 + w.
+        is_float32: whether the array is float32 whatever the model's dtype.
     """
 
     path: tuple[str, ...]
     axes: tuple[str, ...]
     parts: Mapping[str, tuple[int, ...]]
+    orders: Mapping[str, Order] = field(default_factory=dict, compare=False)
+    offset: float = 0.0
+    is_float32: bool = False
 
     def of(self, params: Mapping[str, Any]) -> Any:
         """The parameter's entry in a model's parameters."""
@@ -193,13 +261,21 @@ class Parameter:
 
     def join(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
         """Build the array from tensors in the checkpoint's shapes."""
-        parts = [tensors[name].reshape(shape) for name, shape in self.parts.items()]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self.axis)
+        parts = [self._moved(name, tensors[name]).reshape(shape) for name, shape in self.parts.items()]
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self.axis)
+        return array.astype(np.float32) + np.float32(self.offset) if self.offset else array
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
-        """The tensors in the array, by checkpoint name, in the shapes of `parts`."""
+        """The tensors in the array, by checkpoint name; they still have to be reshaped to the checkpoint's shapes."""
         ends = np.cumsum([shape[self.axis] for shape in self.parts.values()])
-        return dict(zip(self.parts, np.split(array, ends[:-1], axis=self.axis), strict=True))
+        numbers = array.astype(np.float32) - np.float32(self.offset) if self.offset else array
+        tensors = dict(zip(self.parts, np.split(numbers, ends[:-1], axis=self.axis), strict=True))
+        for name, order in self.orders.items():
+            tensors[name] = tensors[name].reshape(len(order), -1)[inverse(order)]
+        return tensors
+
+    def _moved(self, name: str, tensor: np.ndarray) -> np.ndarray:
+        return tensor[self.orders[name]] if name in self.orders else tensor
 
 
 def output_axes(axes: tuple[str, ...]) -> int:
@@ -209,7 +285,7 @@ def output_axes(axes: tuple[str, ...]) -> int:
 
 def parameters_of(table: Table, config: DecoderConfig) -> list[Parameter]:
     """The parameter arrays that hold the tensors of a table; paths are relative to the same module as its names."""
-    letters = sizes(config)
+    letters, orders = sizes(config), row_orders(config)
     fused = FUSED["draft" if isinstance(config, DraftConfig) else "target"]
     fused_name = {part: name for name, parts in fused.items() for part in parts}
     parameters: dict[tuple[str, ...], Parameter] = {}
@@ -217,18 +293,27 @@ def parameters_of(table: Table, config: DecoderConfig) -> list[Parameter]:
         *outer, name = re.sub(r"\.weight$", "", re.sub(r"\.bias$", "_bias", tensor)).split(".")
         base = name.removesuffix("_bias")
         path = _modules(outer) + (fused_name.get(base, base) + name.removeprefix(base),)
-        array_axes = tuple(re.findall(r"\w", axes))
+        is_fused = base in fused_name
+        array_axes = tuple(axis for group in _groups(axes) for axis in group if is_fused or axis != "1")
         shape = tuple(letters[axis] for axis in array_axes)
-        parts = parameters[path].parts if path in parameters else {}
-        if base in fused_name:
-            array_axes = tuple("J" if axis in "R1" else axis for axis in array_axes)
-        parameters[path] = Parameter(path, array_axes, {**parts, tensor: shape})
+        if is_fused:
+            array_axes = (array_axes[0], "J", *array_axes[2:])
+        is_centered = config.zero_centered_norms and base.endswith("norm") and axes in ("D", "H")
+        earlier = parameters.get(path)
+        parameters[path] = Parameter(
+            path,
+            array_axes,
+            {**(earlier.parts if earlier else {}), tensor: shape},
+            {**(earlier.orders if earlier else {}), **({tensor: orders[base]} if base in orders else {})},
+            offset=1.0 if is_centered else 0.0,
+            is_float32=is_centered or name in FLOAT32,
+        )
     return list(parameters.values())
 
 
 def _modules(names: list[str]) -> tuple[str, ...]:
     """Flax module names of a checkpoint prefix: `model.layers.3.mlp` -> (layers_3, mlp)."""
-    joined = re.sub(r"^model(\.|$)", "", ".".join(names))
+    joined = re.sub(r"^(model\.language_model|language_model\.model|language_model|model)(\.|$)", "", ".".join(names))
     return tuple(filter(None, re.sub(r"layers\.(\d+)", r"layers_\1", joined).split(".")))
 
 
@@ -265,15 +350,5 @@ def declare(module: nn.Module, table: Table, config: DecoderConfig) -> dict[str,
         if module.has_variable("params", name):  # Flax would compare the shape with that of the arrays inside a weight
             declared[name] = module.get_variable("params", name)
         else:
-            declared[name] = module.param(name, initializer(parameter), parameter.shape)
+            declared[name] = module.param(name, initializer(name), parameter.shape)
     return declared
-
-
-def initializer(parameter: Parameter) -> nn.initializers.Initializer:
-    """Initial values of a new model: norms one, biases zero, everything else N(0, 0.02)."""
-    name = parameter.path[-1]
-    if name.endswith("norm"):
-        return nn.initializers.ones
-    if name.endswith("_bias") or name == "d2t":
-        return nn.initializers.zeros
-    return nn.initializers.normal(0.02)

@@ -1,0 +1,65 @@
+"""In which order our arrays hold the rows of a checkpoint's tensors, where it is not the checkpoint's own.
+
+A permutation of rows is applied when a tensor is loaded and undone when it is written. There are two reasons for one:
+
+- Kernels rotate the pairs (i, i + H/2) of a whole head. A model that rotates the first r dimensions only pairs
+  (i, i + r/2), so the dimensions of its queries and keys are moved to where kernels look for them; the others follow
+  with an angle of 0 (`models.rope`). Attention sums over the dimensions of a head, so their order changes no score.
+- Devices share whole heads. What belongs to a head lies side by side: the gates and queries of a kv head, and the
+  query, key and values of a key head of Gated DeltaNet.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Int
+
+from dflash_jax.spec import DecoderConfig, GatedDelta
+
+Order = Int[np.ndarray, " rows"]  # row i of ours is row order[i] of the checkpoint's
+
+
+def row_orders(config: DecoderConfig) -> dict[str, Order]:
+    """The order of the rows of tensors, by the name of their module (`q_proj`); others stay as they are."""
+    rotary = rotary_order(config.head_dim, config.rope.rotary_dim(config.head_dim))
+    orders: dict[str, Order] = {}
+    if config.has_gated_attention:
+        orders["q_proj"] = _gates_and_queries(config, rotary)
+    elif config.rope.partial_rotary_factor != 1:
+        orders["q_proj"] = _heads(config.num_attention_heads, rotary)
+    if config.rope.partial_rotary_factor != 1:
+        orders |= {"k_proj": _heads(config.num_key_value_heads, rotary), "q_norm": rotary, "k_norm": rotary}
+    if config.gated_delta is not None:
+        orders["in_proj_qkv"] = orders["conv1d"] = _channels(config.gated_delta)
+    return orders
+
+
+def rotary_order(head_dim: int, rotary_dim: int) -> Order:
+    """The dimensions of a head: pairs (i, i + rotary_dim/2) at (i, i + head_dim/2), the others in order between."""
+    first, second, rest = np.split(np.arange(head_dim), [rotary_dim // 2, rotary_dim])
+    still = (head_dim - rotary_dim) // 2
+    return np.concatenate([first, rest[:still], second, rest[still:]])
+
+
+def inverse(order: Order) -> Order:
+    """The order that undoes an order."""
+    return np.argsort(order)
+
+
+def _heads(heads: int, order: Order) -> Order:
+    """An order of the dimensions of each head."""
+    return np.arange(heads * len(order)).reshape(heads, -1)[:, order].ravel()
+
+
+def _gates_and_queries(config: DecoderConfig, rotary: Order) -> Order:
+    """A checkpoint has the query and the gate of each head; we have all gates of a kv head, then all its queries."""
+    K, N, H = config.num_key_value_heads, config.num_attention_heads, config.head_dim
+    rows = np.arange(N * 2 * H).reshape(K, N // K, 2, H)
+    return np.concatenate([rows[:, :, 1], rows[:, :, 0][..., rotary]], axis=1).ravel()
+
+
+def _channels(mixer: GatedDelta) -> Order:
+    """A checkpoint has the queries of all key heads, their keys, then all values; we have these for each key head."""
+    rows = np.arange(mixer.key_heads * mixer.channels_per_key)
+    queries, keys, values = np.split(rows, mixer.key_heads * mixer.key_dim * np.array([1, 2]))
+    return np.concatenate([part.reshape(mixer.key_heads, -1) for part in (queries, keys, values)], axis=1).ravel()
