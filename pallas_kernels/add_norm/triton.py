@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
+from pallas_kernels.lib.norm import weighted
 from pallas_kernels.quantize.reference import E4M3
 from pallas_kernels.quantize.triton import quantized
 
@@ -48,15 +49,14 @@ def add_norm(
         raise NotImplementedError(reason)
     D, is_plain = x.shape[-1], y.ndim == x.ndim and y_scales is None
     total = jnp.promote_types(x.dtype, y.dtype) if is_plain else x.dtype
-    normed = jnp.promote_types(total, weight.dtype)
     if x.size == 0:
-        empty = x.astype(E4M3 if quantize else normed)
+        empty = x.astype(E4M3 if quantize else total)
         return x.astype(total), (empty, jnp.zeros(x.shape[:-1], jnp.float32)) if quantize else empty
     scales = () if y_scales is None else (y_scales[0].reshape(-1), y_scales[1])
     parts = y.reshape(1 if y.ndim == x.ndim else len(y), -1, D)
     operands = _compat.vary_alike(x.reshape(-1, D), parts, weight, *scales)
     rows = operands[0]
-    shapes = [(rows.shape, total), (rows.shape, E4M3 if quantize else normed)]
+    shapes = [(rows.shape, total), (rows.shape, E4M3 if quantize else total)]
     shapes += [((len(rows),), jnp.float32)] * quantize
     outputs = _compat.triton_call(
         functools.partial(_add_norm, eps=eps),
@@ -83,7 +83,7 @@ def _add_norm(x: Any, y: Any, weight: Any, *others: Any, eps: float) -> None:
         other = None if exists is None else 0.0
         return pltriton.load(ref, mask=exists, other=other).astype(jnp.float32)
 
-    scale = load(weight.at[column])
+    scale = load(weight.at[column]).astype(weight.dtype)
     first, *parts = (load(y.at[jnp.full_like(column, part), token, column]) for part in range(len(y)))
     added = sum(parts, first)
     if y_scales:
@@ -93,8 +93,7 @@ def _add_norm(x: Any, y: Any, weight: Any, *others: Any, eps: float) -> None:
     rounded = (load(x.at[token, column]) + added).astype(total.dtype)
     pltriton.store(total.at[token, column], rounded, mask=exists)
     wide = rounded.astype(jnp.float32)
-    unit = (wide * jax.lax.rsqrt(jnp.sum(wide * wide) / D + eps)).astype(total.dtype)
-    norm = (scale * unit.astype(jnp.float32)).astype(jnp.promote_types(total.dtype, weight.dtype))
+    norm = weighted(wide * jax.lax.rsqrt(jnp.sum(wide * wide) / D + eps), scale, total.dtype)
     if norm_scales:
         (norm,), norm_scales[0][row] = quantized([norm.astype(jnp.float32)])
     pltriton.store(normed.at[token, column], norm, mask=exists)

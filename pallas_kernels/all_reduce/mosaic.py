@@ -30,6 +30,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import _compat
 from pallas_kernels.all_reduce.peers import EMPTY, MAX_ROWS, ONE_SHOT_ROWS, THREADS, TURNS, Peers
 from pallas_kernels.all_reduce.words import integer, long, place, ptx, receive, send, store, thread
+from pallas_kernels.lib.norm import weighted
 
 
 def slower(y: Any, peers: Peers | None) -> str | None:
@@ -66,7 +67,7 @@ def all_reduce_add_norm(
     if reason := refusal(y, peers):
         raise NotImplementedError(reason)
     shape, D = x.shape, x.shape[-1]
-    dtype, normed_dtype = jnp.result_type(x, y), jnp.result_type(x, y, weight)
+    dtype = jnp.result_type(x, y)
     layout = _layout(D, y.dtype)
 
     def all_reduce_add_norm_kernel(table: Any, x: Any, y: Any, weight: Any, total: Any, normed: Any) -> None:
@@ -76,11 +77,10 @@ def all_reduce_add_norm(
         rounded = (before.astype(jnp.float32) + summed.astype(jnp.float32)).astype(dtype)
         total[row] = rounded
         wide = rounded.astype(jnp.float32)
-        unit = (wide * jax.lax.rsqrt(jnp.sum(wide * wide) / D + eps)).astype(dtype)
-        normed[row] = (scale.astype(jnp.float32) * unit.astype(jnp.float32)).astype(normed_dtype)
+        normed[row] = weighted(wide * jax.lax.rsqrt(jnp.sum(wide * wide) / D + eps), scale, dtype)
 
     operands = (peers.table.reshape(-1), x.reshape(-1, D), y.reshape(-1, D), weight)
-    outputs = _call(all_reduce_add_norm_kernel, operands, (dtype, normed_dtype))
+    outputs = _call(all_reduce_add_norm_kernel, operands, (dtype, dtype))
     return outputs[0].reshape(shape), outputs[1].reshape(shape)
 
 

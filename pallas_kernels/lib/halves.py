@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _compat
+from pallas_kernels.lib.norm import weighted
 from pallas_kernels.lib.rotary import Rotary
 
 Halves = list[jax.Array]
@@ -62,9 +63,7 @@ def positioned(x: Halves, norm: Any, eps: float, angles: tuple[jax.Array, jax.Ar
         scale = jax.lax.rsqrt(squares / (2 * half) + eps)
 
         def normed(y: jax.Array, start: int) -> jax.Array:
-            weight = norm[pl.ds(start, half)]
-            weighted = weight.astype(jnp.float32) * (y * scale).astype(dtype).astype(jnp.float32)
-            return weighted.astype(jnp.promote_types(weight.dtype, dtype)).astype(jnp.float32)
+            return weighted(y * scale, norm[pl.ds(start, half)], dtype).astype(jnp.float32)
 
         left, right = normed(left, 0), normed(right, half)
     cos, sin = angles
