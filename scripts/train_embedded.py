@@ -37,7 +37,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dflash_jax.models.layers import KVCache
+from dflash_jax.models.caches import KVCache
 from dflash_jax.models.target import TargetModel
 from dflash_jax.spec import TargetConfig, read_json, target_config
 from dflash_jax.train.cache import SequenceCache

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.spec import LayerMask
-from dflash_jax.state.dense_kv import attention, write_each
+from dflash_jax.spec import GatedDelta, LayerMask
+from dflash_jax.state.dense_kv import attention, recur_whole, write_each
+from pallas_kernels.gated_delta import Weights
 from pallas_kernels.lib.masks import visible
 from pallas_kernels.lib.rotary import Rotary, split_heads
 
@@ -62,6 +63,18 @@ class DenseKVCache:
         """Store keys and values of every layer at their positions, as `write` does."""
         cache: DenseKVCache = write_each(self, heads, rotary, k_norms, positions)
         return cache
+
+    def advance(
+        self,
+        layer: int,
+        inputs: Float[Array, "B T HK C"],
+        gates: Float[Array, "B T HV 2"],
+        weights: Weights,
+        positions: Int[Array, "B T"],
+        delta: GatedDelta,
+    ) -> tuple[Float[Array, "B T HV dv"], DenseKVCache]:
+        """Run the recurrence over whole sequences: a call must have all tokens."""
+        return recur_whole(inputs, gates, weights, positions, delta), self
 
     def attend(
         self,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.models.layers import ContextCache
+from dflash_jax.models.caches import ContextCache
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.state import paged_kv as module
 from dflash_jax.state.paged_kv import PagedKVCache, Place

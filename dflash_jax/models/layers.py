@@ -1,99 +1,28 @@
-"""Decoder layers, built from the `LayerSpec` of each, and the interface to the cache that they write to and read.
+"""Decoder layers, built from the `LayerSpec` of each, over the caches of `models.caches`.
 
-Modules are functional: parameters in, arrays out. They do not know how keys and values are kept; a layer gets a
-`KVCache` and returns the updated one.
+Modules are functional: parameters in, arrays out. They do not know how the state of sequences is kept; a layer gets a
+cache and returns the updated one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.models.mixers.attention import Attention
+from dflash_jax.models.caches import KVCache
+from dflash_jax.models.mixers.attention import Attention, Queries
+from dflash_jax.models.mixers.gated_delta import GatedDeltaNet
 from dflash_jax.models.mlp.dense import MLP
 from dflash_jax.models.projections import project_add_norm
 from dflash_jax.models.rope import Rope, rope_tables
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
-from dflash_jax.spec import DecoderConfig, LayerMask
+from dflash_jax.spec import DecoderConfig
 from dflash_jax.weights.formats.protocol import QuantizedRows
 from dflash_jax.weights.tables import declare, norms_table
 from pallas_kernels.lib.norm import rms_norm
-from pallas_kernels.lib.rotary import Rotary
-
-
-@runtime_checkable
-class KVCache(Protocol):
-    """Keys and values of the layers of one model, for B sequences: pages in the engine, dense arrays elsewhere."""
-
-    def write(
-        self,
-        layer: int,
-        heads: Float[Array, "B T K J H"],
-        rotary: Rotary,
-        positions: Int[Array, "B T"],
-    ) -> tuple[Float[Array, "B T N H"], KVCache]:
-        """Store keys and values at their absolute positions.
-
-        Args:
-            layer: index of the layer.
-            heads: projected heads; each kv head has J - 2 query heads, its key and its value, side by side.
-            rotary: scales, norms and RoPE, which are applied to the heads first.
-            positions: absolute positions of the tokens, int32; tokens at negative ones are not stored.
-
-        Returns:
-            The queries, with `rotary` applied, and the updated cache.
-        """
-        ...
-
-    def attend(
-        self,
-        layer: int,
-        q: Float[Array, "B T N H"],
-        positions: Int[Array, "B T"],
-        kv_length: Int[Array, " B"],
-        mask: LayerMask,
-    ) -> Float[Array, "B T N H"]:
-        """Attention of q over the stored keys at positions below `kv_length` that the mask lets each query see."""
-        ...
-
-    def write_attend(
-        self,
-        layer: int,
-        heads: Float[Array, "B T K J H"],
-        rotary: Rotary,
-        positions: Int[Array, "B T"],
-        kv_length: Int[Array, " B"],
-        mask: LayerMask,
-    ) -> tuple[Float[Array, "B T N H"], KVCache]:
-        """`write`, then `attend` with the queries of these heads."""
-        q, cache = self.write(layer, heads, rotary, positions)
-        return cache.attend(layer, q, positions, kv_length, mask), cache
-
-
-@runtime_checkable
-class ContextCache(KVCache, Protocol):
-    """The `KVCache` of a drafter."""
-
-    def write_context(
-        self,
-        heads: Sequence[Float[Array, "B T K _ H"]],
-        rotary: Rotary,
-        k_norms: Sequence[Float[Array, " H"] | None],
-        positions: Int[Array, "B T"],
-    ) -> ContextCache:
-        """Store keys and values of every layer at their absolute positions.
-
-        Args:
-            heads: projected heads; each kv head has the key and the value of each layer, side by side. They come in
-                one array for all layers or in several, first layers first.
-            rotary: scales and RoPE, which are applied to keys after their norm.
-            k_norms: weight of each layer's key norm, or None.
-            positions: absolute positions of the tokens, int32; tokens at negative ones are not stored.
-        """
-        ...
 
 
 class DecoderLayer(nn.Module):
@@ -105,9 +34,21 @@ class DecoderLayer(nn.Module):
 
     def setup(self) -> None:
         self.norms = declare(self, norms_table(), self.config)
-        self.mask = self.config.layers[self.index].mask
-        self.self_attn = Attention(self.config, self.devices)
+        if self.has_attention:  # a module's parameters have the name of the attribute, as in checkpoints
+            self.self_attn = Attention(self.config, self.index, self.devices)
+        else:
+            self.linear_attn = GatedDeltaNet(self.config, self.index, self.devices)
         self.mlp = MLP(self.config, self.devices)
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether the layer's mixer is attention, so that it keeps keys and values; else it keeps a recurrent state."""
+        return self.index in self.config.attention_layers
+
+    @property
+    def mixer(self) -> Attention | GatedDeltaNet:
+        """What mixes the tokens of a sequence."""
+        return self.self_attn if self.has_attention else self.linear_attn
 
     def __call__(
         self,
@@ -131,37 +72,38 @@ class DecoderLayer(nn.Module):
             rope: cosines and sines of the positions.
             positions: absolute positions of the tokens, int32.
             kv_length: number of keys that queries may see, as for `KVCache.attend`.
-            cache: keys and values of earlier positions.
+            cache: what is kept of earlier positions.
 
         Returns:
             The residual stream after the layer, its norm by `next_norm`, and the updated cache.
         """
-        heads, cache = cache.write_attend(self.index, *self.self_attn.heads(h, rope), positions, kv_length, self.mask)
+        heads, cache = self.mixer(h, rope, positions, kv_length, cache)
         return *self._finish(x, heads, next_norm), cache
 
     def write(
         self, h: Float[Array, "B T D"] | QuantizedRows, rope: Rope, positions: Int[Array, "B T"], cache: KVCache
-    ) -> tuple[Float[Array, "B T N H"], KVCache]:
-        """The first half of the layer: store keys and values. Returns the queries and the updated cache."""
-        return cache.write(self.index, *self.self_attn.heads(h, rope), positions)
+    ) -> tuple[Queries, KVCache]:
+        """The first half of a layer with attention: store keys and values. Returns queries and the updated cache."""
+        return self.self_attn.write(h, rope, positions, cache)
 
     def attend(
         self,
         x: Float[Array, "B T D"],
-        q: Float[Array, "B T N H"],
+        queries: Queries,
         next_norm: Float[Array, " D"],
         positions: Int[Array, "B T"],
         kv_length: Int[Array, " B"],
         cache: KVCache,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | QuantizedRows]:
-        """The second half of the layer, from the queries on, for as many tokens as there are queries."""
-        return self._finish(x, cache.attend(self.index, q, positions, kv_length, self.mask), next_norm)
+        """The second half, from the queries on, for as many tokens as there are queries."""
+        return self._finish(x, self.self_attn.attend(queries, positions, kv_length, cache), next_norm)
 
     def _finish(
         self, x: Float[Array, "B T D"], heads: Float[Array, "B T N H"], next_norm: Float[Array, " D"]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | QuantizedRows]:
         """Output projection and MLP."""
-        x, h = self._add_norm(x, heads, self.self_attn.weights, "o_proj", self.norms["post_attention_layernorm"])
+        mixer = self.mixer
+        x, h = self._add_norm(x, heads, mixer.weights, mixer.output, self.norms["post_attention_layernorm"])
         return self._add_norm(x, self.mlp(h), self.mlp.weights, "down_proj", next_norm)
 
     def _add_norm(

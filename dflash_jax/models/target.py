@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_jax.models.layers import DecoderLayer, KVCache, run_layers
+from dflash_jax.models.caches import KVCache
+from dflash_jax.models.layers import DecoderLayer, run_layers
+from dflash_jax.models.mixers.attention import Queries
 from dflash_jax.models.projections import likeliest_product
 from dflash_jax.models.rope import rope_tables
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices, look_up
@@ -18,6 +20,7 @@ from dflash_jax.spec import TargetConfig
 from dflash_jax.weights.formats.protocol import Weight, plain
 from dflash_jax.weights.formats.weight import logits_of
 from dflash_jax.weights.tables import declare, outer_table
+from pallas_kernels.gated_delta import Weights
 from pallas_kernels.lib.norm import rms_norm
 from pallas_kernels.lib.rotary import split_heads
 
@@ -25,7 +28,7 @@ from pallas_kernels.lib.rotary import split_heads
 class TargetModel(nn.Module):
     """A decoder-only language model that can return the residual stream after chosen layers (capture layers).
 
-    Source: transformers' Qwen3ForCausalLM and LlamaForCausalLM.
+    Source: transformers' Qwen3ForCausalLM, LlamaForCausalLM and Qwen3_5ForCausalLM.
     """
 
     config: TargetConfig
@@ -69,30 +72,35 @@ class TargetModel(nn.Module):
     ) -> tuple[Float[Array, "B 1 D"], Float[Array, "B T C"], Float[Array, "B T D"], KVCache]:
         """Run T tokens of each sequence, and give the final hidden state of the last token only.
 
-        The last layer stores all keys and values, but computes the rest for that token alone unless it is a capture
-        layer: with L layers this saves up to 1/L of the time. `finish` computes the other hidden states.
+        A last layer with attention stores all keys and values, but computes the rest for that token alone unless it is
+        a capture layer: with L layers this saves up to 1/L of the time. `finish` computes the other hidden states.
 
         Args:
             tokens: token ids, int32.
             positions: absolute positions, int32; negative ones are padding.
-            cache: keys and values of all earlier positions.
+            cache: what is kept of all earlier positions.
             taps: capture layers.
 
         Returns:
             Final hidden state of each sequence's last token that is not padding; features, as `__call__` gives them;
-            the residual stream before the last layer; the updated cache.
+            what `finish` needs; the updated cache.
         """
-        x = self.embed(tokens)
         *layers, last = self.layers
+        end = positions.argmax(axis=1)
+        if not last.has_attention:  # the state needs every token
+            hidden, features, cache = self(tokens, positions, cache, taps)
+            return _row(hidden, end), features, hidden, cache
+        x = self.embed(tokens)
         outputs, h, cache = run_layers(self.config, layers, x, last.norms["input_layernorm"], positions, cache)
         before = [x, *outputs][-1]
-        q, cache = last.write(h, rope_tables(self.config, positions), positions, cache)
-        norm, kv_length, end = self.weights["norm"], positions.max(axis=1) + 1, positions.argmax(axis=1)
+        queries, cache = last.write(h, rope_tables(self.config, positions), positions, cache)
+        norm, kv_length = self.weights["norm"], positions.max(axis=1) + 1
         if last.index in taps:
-            _, after = last.attend(before, q, norm, positions, kv_length, cache)
+            _, after = last.attend(before, queries, norm, positions, kv_length, cache)
             hidden = plain(after, "the head of a target")
             return _row(hidden, end), _side_by_side(x, [*outputs, hidden], taps), before, cache
-        _, after = last.attend(_row(before, end), _row(q, end), norm, _row(positions, end), kv_length, cache)
+        lone = jax.tree.map(lambda array: _row(array, end), queries)
+        _, after = last.attend(_row(before, end), lone, norm, _row(positions, end), kv_length, cache)
         return plain(after, "the head of a target"), _side_by_side(x, outputs, taps), before, cache
 
     def finish(
@@ -101,15 +109,23 @@ class TargetModel(nn.Module):
         """Final hidden states of all tokens of a `prefill`, normed.
 
         Args:
-            before: residual stream before the last layer, as `prefill` gave it.
+            before: what `prefill` gave for this: the residual stream before a last layer with attention, or the final
+                hidden states themselves.
             positions: those of `prefill`.
             cache: the cache that `prefill` returned.
         """
         last = self.layers[-1]
+        if not last.has_attention:
+            return before
         h = rms_norm(before, last.norms["input_layernorm"], self.config.rms_norm_eps)
-        q, _, _ = split_heads(*last.self_attn.heads(h, rope_tables(self.config, positions)))
-        _, hidden = last.attend(before, q, self.weights["norm"], positions, positions.max(axis=1) + 1, cache)
+        heads, gates, rotary = last.self_attn.heads(h, rope_tables(self.config, positions))
+        queries = Queries(split_heads(heads, rotary)[0], gates)
+        _, hidden = last.attend(before, queries, self.weights["norm"], positions, positions.max(axis=1) + 1, cache)
         return plain(hidden, "the head of a target")
+
+    def recurrent_weights(self) -> dict[int, Weights]:
+        """Weights of convolution and gates, by the index of each Gated DeltaNet layer."""
+        return {layer.index: layer.linear_attn.recurrent for layer in self.layers if not layer.has_attention}
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Token embeddings; the drafter uses them, too."""

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.models.layers import ContextCache, KVCache
-from dflash_jax.spec import LayerMask
-from dflash_jax.state.dense_kv import attention, write_each
+from dflash_jax.models.caches import ContextCache, KVCache
+from dflash_jax.spec import GatedDelta, LayerMask
+from dflash_jax.state.dense_kv import attention, recur_whole, write_each
+from pallas_kernels.gated_delta import Weights
 from pallas_kernels.lib.masks import visible
 from pallas_kernels.lib.rotary import Rotary, split_heads
 
@@ -60,6 +61,18 @@ class SequenceCache(ContextCache):
         """Keep keys and values of every layer and position."""
         cache: SequenceCache = write_each(self, heads, rotary, k_norms, positions)
         return cache
+
+    def advance(
+        self,
+        layer: int,
+        inputs: Float[Array, "B T HK C"],
+        gates: Float[Array, "B T HV 2"],
+        weights: Weights,
+        positions: Int[Array, "B T"],
+        delta: GatedDelta,
+    ) -> tuple[Float[Array, "B T HV dv"], SequenceCache]:
+        """Run the recurrence over whole sequences, from zeros; nothing is kept."""
+        return recur_whole(inputs, gates, weights, positions, delta), self
 
     def attend(
         self,

@@ -10,7 +10,8 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.models.layers import ContextCache, DecoderLayer, KVCache, run_layers
+from dflash_jax.models.caches import ContextCache, KVCache
+from dflash_jax.models.layers import DecoderLayer, run_layers
 from dflash_jax.models.projections import likeliest_product
 from dflash_jax.models.rope import rope_tables
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices

@@ -1,46 +1,103 @@
-"""Softmax attention as a mixer: its projections. The attention itself is the cache's (`models.layers.KVCache`)."""
+"""Softmax attention as a mixer: its projections. The attention itself is the cache's (`models.caches.KVCache`)."""
 
 from __future__ import annotations
 
-import flax.linen as nn
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from typing import NamedTuple
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.models.caches import KVCache
 from dflash_jax.models.rope import Rope
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
-from dflash_jax.spec import DecoderConfig
+from dflash_jax.spec import DecoderConfig, FullAttention, WindowAttention
 from dflash_jax.weights.formats.protocol import QuantizedRows
 from dflash_jax.weights.formats.weight import project, weight_of
 from dflash_jax.weights.tables import attention_table, declare
 from pallas_kernels.lib.rotary import Rotary
 
 
+class Queries(NamedTuple):
+    """What attention needs of each query token once its key and value are stored.
+
+    Attributes:
+        heads: the queries, with norm and RoPE applied.
+        gates: what a sigmoid of which multiplies the attention's output; None where the model has no such gate.
+    """
+
+    heads: Float[Array, "B T N H"]
+    gates: Float[Array, "B T N H"] | None
+
+
 class Attention(nn.Module):
-    """Projections of one attention block."""
+    """One attention block up to its output projection, over layer `index` of the cache."""
 
     config: DecoderConfig
+    index: int
     devices: Devices = AUTOMATIC
 
+    output = "o_proj"  # the projection that the layer applies to what the block returns
+
     def setup(self) -> None:
+        mixer = self.config.layers[self.index].mixer
+        assert isinstance(mixer, FullAttention | WindowAttention)
+        self.mixer = mixer
         # An fp8 drafter has qkv_proj, joined of the parameters in its table; they are taken as they come.
         if self.has_variable("params", "qkv_proj"):
             self.weights = dict(self.variables["params"])
         else:
             self.weights = declare(self, attention_table(self.config), self.config)
 
-    def heads(self, x: Float[Array, "B T D"] | QuantizedRows, rope: Rope) -> tuple[Float[Array, "B T K J H"], Rotary]:
+    def __call__(
+        self,
+        x: Float[Array, "B T D"] | QuantizedRows,
+        rope: Rope,
+        positions: Int[Array, "B T"],
+        kv_length: Int[Array, " B"],
+        cache: KVCache,
+    ) -> tuple[Float[Array, "B T N H"], KVCache]:
+        """Store keys and values of normed inputs x, and attend."""
+        heads, gates, rotary = self.heads(x, rope)
+        out, cache = cache.write_attend(self.index, heads, rotary, positions, kv_length, self.mixer.mask)
+        return _gated(out, gates), cache
+
+    def write(
+        self, x: Float[Array, "B T D"] | QuantizedRows, rope: Rope, positions: Int[Array, "B T"], cache: KVCache
+    ) -> tuple[Queries, KVCache]:
+        """The first half of a call: store keys and values."""
+        heads, gates, rotary = self.heads(x, rope)
+        q, cache = cache.write(self.index, heads, rotary, positions)
+        return Queries(q, gates), cache
+
+    def attend(
+        self, queries: Queries, positions: Int[Array, "B T"], kv_length: Int[Array, " B"], cache: KVCache
+    ) -> Float[Array, "B T N H"]:
+        """The second half of a call, for as many tokens as there are queries."""
+        return _gated(cache.attend(self.index, queries.heads, positions, kv_length, self.mixer.mask), queries.gates)
+
+    def heads(
+        self, x: Float[Array, "B T D"] | QuantizedRows, rope: Rope
+    ) -> tuple[Float[Array, "B T K J H"], Float[Array, "B T N H"] | None, Rotary]:
         """Project to [q..q, k, v] for each kv head, J heads side by side.
 
         Returns:
-            The heads, and the scales, norms and rotation that the cache still has to apply to them.
+            The heads, their queries' gates if there are any, and the scales, norms and rotation that the cache still
+            has to apply to the heads.
         """
         if "qkv_proj" not in self.weights:
-            return jnp.concatenate([self._project("q_proj", x), self.keys_values(x)], axis=-2), self._rotary(rope)
+            return jnp.concatenate([self._project("q_proj", x), self.keys_values(x)], axis=-2), None, self._rotary(rope)
+        if self.config.has_gated_attention:
+            heads = self._project("qkv_proj", x)
+            num_gates = self.config.num_attention_heads // self.config.num_key_value_heads
+            gates = heads[..., :num_gates, :].reshape(*heads.shape[:2], -1, heads.shape[-1])
+            return heads[..., num_gates:, :], gates, self._rotary(rope)
         if "qkv_proj_bias" in self.weights:
-            return self._project("qkv_proj", x), self._rotary(rope)
+            return self._project("qkv_proj", x), None, self._rotary(rope)
         weight = weight_of(self.weights["qkv_proj"])
         heads, scales = weight.unscaled(x, kernels=self.devices.is_single)
-        return heads.reshape(*x.shape[:2], *weight.shape[:-1]), self._rotary(rope, scales)
+        return heads.reshape(*x.shape[:2], *weight.shape[:-1]), None, self._rotary(rope, scales)
 
     def keys_values(self, x: Float[Array, "B T D"] | QuantizedRows) -> Float[Array, "B T K 2 H"]:
         """Project to [k, v] for each kv head; drafters only, whose queries have a weight of their own."""
@@ -53,3 +110,8 @@ class Attention(nn.Module):
         """What heads need before attention; `scales` are those of an fp8 product, for each token and each output."""
         norms = self.weights.get("q_norm"), self.weights.get("k_norm")
         return Rotary(*rope, *norms, scales, self.config.rms_norm_eps)
+
+
+def _gated(out: Float[Array, "B T N H"], gates: Float[Array, "B T N H"] | None) -> Float[Array, "B T N H"]:
+    """Attention's output times its gates, if there are any."""
+    return out if gates is None else out * jax.nn.sigmoid(gates)

@@ -1,0 +1,78 @@
+"""Gated DeltaNet as a mixer: its projections and its gated norm. The recurrence is the cache's (`advance`)."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.models.caches import KVCache, RecurrentCache
+from dflash_jax.models.rope import Rope
+from dflash_jax.parallel.collectives import AUTOMATIC, Devices
+from dflash_jax.spec import DecoderConfig, GatedDelta
+from dflash_jax.weights.formats.protocol import QuantizedRows
+from dflash_jax.weights.formats.weight import project
+from dflash_jax.weights.tables import declare, gated_delta_table
+from pallas_kernels.gated_delta import Weights
+
+ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
+
+
+class GatedDeltaNet(nn.Module):
+    """One Gated DeltaNet block up to its output projection, over layer `index` of the cache.
+
+    Source: arXiv 2412.06464; transformers 5.24, `Qwen3_5GatedDeltaNet`.
+    """
+
+    config: DecoderConfig
+    index: int
+    devices: Devices = AUTOMATIC
+
+    output = "out_proj"  # the projection that the layer applies to what the block returns
+
+    def setup(self) -> None:
+        mixer = self.config.layers[self.index].mixer
+        assert isinstance(mixer, GatedDelta)
+        self.mixer = mixer
+        self.weights = declare(self, gated_delta_table(self.config), self.config)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"] | QuantizedRows,
+        rope: Rope,
+        positions: Int[Array, "B T"],
+        kv_length: Int[Array, " B"],
+        cache: KVCache,
+    ) -> tuple[Float[Array, "B T HK I"], KVCache]:
+        """Advance the recurrence over normed inputs x; `rope` and `kv_length` are for attention alone.
+
+        Returns:
+            The gated outputs, those of the I channels of a key head's value heads side by side; the updated cache.
+        """
+        assert isinstance(cache, RecurrentCache)
+        delta = self.mixer
+        group = delta.value_heads // delta.key_heads
+        kernels = self.devices.is_single
+        channels = project(x, self.weights["in_proj"], kernels=kernels)  # [B, T, HK, c + r dv]
+        gates = project(x, self.weights["in_proj_ba"], kernels=kernels)  # [B, T, HK, 2 r]
+        inputs, z = jnp.split(channels, [2 * delta.key_dim + group * delta.value_dim], axis=-1)
+        b_and_a = [part.reshape(*gates.shape[:2], delta.value_heads) for part in jnp.split(gates, 2, axis=-1)]
+        both = jnp.stack(b_and_a, axis=-1)
+        out, after = cache.advance(self.index, inputs, both, self.recurrent, positions, delta)
+        return self._gated_norm(out, z.reshape(out.shape)).reshape(z.shape), after
+
+    @property
+    def recurrent(self) -> Weights:
+        """The weights of convolution and gates, as the cache takes them."""
+        conv = self.weights["conv1d"].reshape(self.mixer.key_heads, -1, self.mixer.conv_width)
+        heads = (self.mixer.value_heads,)
+        return Weights(conv, self.weights["A_log"].reshape(heads), self.weights["dt_bias"].reshape(heads))
+
+    def _gated_norm(self, x: Float[Array, "B T HV dv"], z: Float[Array, "B T HV dv"]) -> Float[Array, "B T HV dv"]:
+        """RMS-norm each head's output, then multiply it by the activation of its gate, in float32."""
+        wide = x.astype(jnp.float32)
+        unit = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.config.rms_norm_eps)
+        normed = self.weights["norm"] * unit.astype(x.dtype)
+        gate = ACTIVATIONS[self.mixer.activation](z.astype(jnp.float32))
+        return (normed.astype(jnp.float32) * gate).astype(x.dtype)
