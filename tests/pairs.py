@@ -130,8 +130,8 @@ def golden_llm(name: str, *, drafter: bool = True, **options) -> LLM:
     options.setdefault("max_num_seqs", 4)
     if not drafter:
         return LLM(folder / "target", dtype="float32", **options)
-    block = json.loads((folder / "draft" / "config.json").read_text())["block_size"]
-    options.setdefault("num_speculative_tokens", block - 1)
+    raw = json.loads((folder / "draft" / "config.json").read_text())
+    options.setdefault("num_speculative_tokens", (raw | raw["dflash_config"])["block_size"] - 1)
     return LLM(folder / "target", folder / "draft", dtype="float32", **options)
 
 

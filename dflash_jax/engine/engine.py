@@ -28,6 +28,7 @@ from dflash_jax.engine.host.inputs import chunk_of, masks_of, mode_of_all, slots
 from dflash_jax.engine.host.outputs import EmissionCounts, stats_of, take_emitted, take_prompt_logprobs
 from dflash_jax.engine.host.scheduler import Running, Scheduler
 from dflash_jax.engine.host.sequence import Sequence
+from dflash_jax.engine.host.snapshots import Move, Snapshots, moves_of
 from dflash_jax.engine.programs.planner import PlannedChunk, PlannedRound, Planner, lacks_controls
 from dflash_jax.engine.programs.runner import ModelRunner
 from dflash_jax.engine.programs.store import compile_counter
@@ -61,8 +62,10 @@ class Engine:
             block=self.spec.block,
             adaptive=config.adaptive_speculation,
             on_cpu=mesh.is_cpu,
+            has_snapshots=self.layout.snapshots is not None,
         )
         self.scheduler = Scheduler(self.layout, config.max_num_seqs)
+        self.snapshots = Snapshots(self.scheduler, config.max_num_seqs)
         self._next_check = 0.0  # as `time.monotonic` counts
         self._emissions = EmissionCounts()
         self.runner = ModelRunner(target, draft, mesh=mesh, config=config, spec=self.spec, layout=self.layout)
@@ -195,6 +198,7 @@ class Engine:
         for running in self.scheduler.admit():
             running.sequence.started = running.sequence.started or now
             self.runner.start(running.slot, running.sequence)
+            self._copy_states(self.snapshots.at_start(running))
             if self.planner.lengths is not None:
                 self.planner.lengths.forget(running.slot)
         has_prefilled = self._enqueue_chunk()
@@ -254,8 +258,9 @@ class Engine:
             padded = np.array([[*following, *[0] * (width - len(following))]], np.int32)
             self._push(ScoreInFlight(first, first.prefilled, self.runner.score(chunk, before, padded)))
         for running in planned.running:
-            running.prefilled = min(running.prefilled + width, len(running.text))
+            running.prefilled = min(running.prefilled + width, running.chunk_end)
             self.scheduler.remember(running)
+            self._copy_states(self.snapshots.after_chunk(running))
         if any(planned.starting):
             self._push(InFlight(planned.starting, self._commit(planned.starting, planned.rows, last, None)))
 
@@ -303,6 +308,7 @@ class Engine:
         if length == 1 and self.spec.block > 1:  # the round drafts nothing: its features wait
             for running in rounds:
                 running.deferred += 1
+        self._copy_states(moves_of(map(self.snapshots.before_round, rounds)))
         changed: list[Sequence] = []
         if "greedy_round" in steps:
             emitted = self.runner.greedy_round(tables(steps["greedy_round"]), length)
@@ -325,6 +331,11 @@ class Engine:
         self._push(InFlight(rounds, emitted, length, rows, is_timed))
         self._follows_prefill = False
         return changed
+
+    def _copy_states(self, moves: list[Move]) -> None:
+        """Enqueue copies of recurrent states, if there are any."""
+        if moves:
+            self.runner.copy_states(moves, self.shapes.moves)
 
     def _catch_up(self, rounds: list[Running], tables: Tables) -> None:
         """Write the drafter's context of the tokens whose features were deferred."""
@@ -364,6 +375,7 @@ class Engine:
                     continue
                 if step.length > 0:  # a round, not a prefill
                     running.in_flight -= 1
+                    running.num_rounds += 1
                 if not running.released:
                     self._take(running, emitted, row, counts[row], length=step.length)
                     changed[id(running.sequence)] = running.sequence
@@ -374,11 +386,13 @@ class Engine:
         sequence = running.sequence
         if count < 0:
             self.scheduler.forget(running)
+            self.snapshots.forget(running)
             sequence.fail("the target's logits are not numbers (NaN); check the checkpoint and its dtype.")
         else:
             try:
                 self._emissions.observe(length, take_emitted(sequence, emitted, row, count, length=length))
                 self.scheduler.remember(running)
+                self._copy_states(self.snapshots.after_read(running))
             except Exception as error:
                 logger.exception("a sequence failed")
                 sequence.fail(f"{type(error).__name__}: {error}")

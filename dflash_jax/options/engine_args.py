@@ -147,6 +147,14 @@ class EngineArgs:
         unset="none: what the share leaves",
         server_group=ENGINE,
     )
+    state_cache_fraction: float = option(
+        0.2,
+        Number(0, 1, is_whole=False),
+        "share of the KV cache's memory for snapshots of recurrent states (Gated DeltaNet), with which prompts that "
+        "begin alike go on; 0 shares nothing",
+        unit="SHARE",
+        server_group=ENGINE,
+    )
     compile_at_start: bool | None = option(
         False,
         Switch(or_none=True),

@@ -35,6 +35,7 @@ class EngineConfig:
     enable_prefix_caching: bool
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | None  # None: what gpu_memory_utilization leaves
+    state_cache_fraction: float  # of the memory of the KV cache
     compile_at_start: bool | None  # None: on accelerators
 
     @staticmethod

@@ -51,11 +51,7 @@ class Shared(NamedTuple):
 
 @runtime_checkable
 class StateGroup(Protocol):
-    """Layers that keep the same thing of a sequence.
-
-    A group that keeps one recurrent state has `units_for(length) == 1` and `holds(1) == UNLIMITED`, remembers no page,
-    and allows hits only where it has a snapshot.
-    """
+    """Layers that keep the same thing of a sequence."""
 
     @property
     def num_units(self) -> int:
@@ -137,3 +133,41 @@ class PageGroup:
         """Return the pages among `first` to `last` - 1 that the sequence still owns, behind the index of the first."""
         start = max(first, units.start)
         return start, units.ids[start - units.start : max(last - units.start, 0)]
+
+
+@dataclass(frozen=True)
+class SnapshotGroup:
+    """Layers that keep one recurrent state of a sequence, in its slot: a unit is a snapshot of such a state.
+
+    A running sequence needs no unit. A snapshot is known by the hash of the page that ends at its length, and a prefix
+    hit ends exactly where there is one.
+
+    Attributes:
+        num_units: snapshots of the pool.
+    """
+
+    num_units: int
+
+    def units_for(self, length: int) -> int:
+        """No units: the state is in the slot."""
+        return 0
+
+    def holds(self, units: int) -> int:
+        """Any length."""
+        return UNLIMITED
+
+    def first_kept(self, length: int) -> int:
+        """Nothing is ever given back."""
+        return 0
+
+    def longest_hit(self, pool: PagePool, hashes: Sequence[PageHash]) -> int:
+        """Pages up to the longest snapshot of the text."""
+        return next((pages for pages in range(len(hashes), 0, -1) if pool.known([hashes[pages - 1]])), 0)
+
+    def shared(self, pool: PagePool, hashes: Sequence[PageHash], length: int) -> Shared:
+        """No units: the snapshot is copied to the slot."""
+        return Shared([], 0, 0)
+
+    def whole_pages(self, units: Units, first: int, last: int) -> tuple[int, list[int]]:
+        """No units: pages say nothing about states."""
+        return first, []

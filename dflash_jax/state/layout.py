@@ -16,12 +16,14 @@ class Layout:
         block: G, tokens that a round may write.
         table_width: M, pages of the longest sequence.
         groups: of layers that keep the same; the first keeps every token.
+        snapshots: index of the group of recurrent states; None without such layers.
     """
 
     page_size: int
     block: int
     table_width: int
     groups: tuple[StateGroup, ...]
+    snapshots: int | None = None
 
     @property
     def num_tokens(self) -> int:

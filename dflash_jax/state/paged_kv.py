@@ -43,7 +43,7 @@ class PagedKVCache:
         v_scale: factor from a stored value to the value, as `k_scale`.
         tables: for each group, the page of every S positions of B sequences; a negative entry keeps nothing.
         valid_from: for each group, the first position of each sequence that is kept.
-        places: where each layer keeps its pages.
+        places: where each layer keeps its pages; None for a layer without keys and values.
         mesh: devices; kv heads are split over its axis `tp` where they divide evenly.
     """
 
@@ -53,7 +53,7 @@ class PagedKVCache:
     v_scale: Float[Array, "L K"] | None = None
     tables: tuple[Int[Array, "B M"], ...] = ()
     valid_from: tuple[Int[Array, " B"], ...] = ()
-    places: tuple[Place, ...] = field(default=(), metadata={"static": True})
+    places: tuple[Place | None, ...] = field(default=(), metadata={"static": True})
     mesh: Mesh = field(kw_only=True, metadata={"static": True})
 
     @jax.named_scope("write_kv")  # profiles tell the cache's work from that of layers by these names
@@ -68,7 +68,7 @@ class PagedKVCache:
 
         Keys and values at negative positions, or at positions without a page, are not stored.
         """
-        slots = self._slots(self.places[layer], positions)
+        slots = self._slots(self._place(layer), positions)
         specs = (_POOL, _POOL, _HEADS, PartitionSpec(), PartitionSpec(), _HEAD, _HEAD)
         write = self._per_device(_write, specs, (_HEADS, _POOL, _POOL), layer)
         q, *pools = write(*self._pools(layer), heads, slots, rotary, *self._scales_of(layer))
@@ -84,7 +84,8 @@ class PagedKVCache:
     ) -> PagedKVCache:
         """Store keys and values of every layer at their positions, as `write` does, with one kernel a pool."""
         first_pages: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
-        for layer, place in enumerate(self.places):
+        for layer in range(len(self.places)):
+            place = self._place(layer)
             first_pages[place.group, place.pool][layer] = place.first_page
         specs = (_POOL, _POOL, _HEADS, *[PartitionSpec()] * 3, *[PartitionSpec(None, "tp")] * 2)
         keys, values = list(self.keys), list(self.values)
@@ -121,7 +122,7 @@ class PagedKVCache:
         mask: LayerMask,
     ) -> tuple[Float[Array, "B T N H"], PagedKVCache]:
         """`write`, then `attend` with its queries, in one kernel where that is faster."""
-        slots = self._slots(self.places[layer], positions)
+        slots = self._slots(self._place(layer), positions)
         specs = (_POOL, _POOL, _HEADS, *[PartitionSpec()] * 6, _HEAD, _HEAD)
         both = self._per_device(partial(_write_attend, mask=mask), specs, (_HEADS, _POOL, _POOL), layer)
         tables = self._tables(layer, positions, kv_length)
@@ -130,17 +131,22 @@ class PagedKVCache:
 
     def _tables(self, layer: int, positions: Int[Array, "B T"], kv_length: Int[Array, " B"]) -> tuple[Array, ...]:
         """Page table, lengths of context and of queries, and first kept position of the layer's group."""
-        group, _, first_page = self.places[layer]
+        group, _, first_page = self._place(layer)
         q_length = (positions >= 0).sum(axis=1, dtype=jnp.int32)
         return first_page + self.tables[group], kv_length.astype(jnp.int32), q_length, self.valid_from[group]
 
+    def _place(self, layer: int) -> Place:
+        place = self.places[layer]
+        assert place is not None
+        return place
+
     def _pools(self, layer: int) -> tuple[Float[Array, "_ K S H"], Float[Array, "_ K S H"]]:
         """A layer's pools of keys and of values."""
-        pool = self.places[layer].pool
+        pool = self._place(layer).pool
         return self.keys[pool], self.values[pool]
 
     def _with_pools(self, layer: int, k_pages: Array, v_pages: Array) -> PagedKVCache:
-        keys, values, pool = list(self.keys), list(self.values), self.places[layer].pool
+        keys, values, pool = list(self.keys), list(self.values), self._place(layer).pool
         keys[pool], values[pool] = k_pages, v_pages
         return replace(self, keys=keys, values=values)
 
@@ -154,7 +160,7 @@ class PagedKVCache:
 
     def _scales(self) -> list[Float[Array, "L K"]]:
         """Scales of keys and of values."""
-        shape = len(self.places), self._kv_heads(0)
+        shape = len(self.places), self.keys[0].shape[1]
         return [jnp.ones(shape) if scale is None else scale for scale in (self.k_scale, self.v_scale)]
 
     def _scales_of(self, layer: int) -> list[Float[Array, " K"]]:

@@ -96,6 +96,13 @@ class PagePool:
         for page in pages:
             self._forget(page)
 
+    def discard(self, pages: Iterable[int]) -> None:
+        """Forget pages that nobody owns, and reuse them first."""
+        for page in pages:
+            self._forget(page)
+            if page in self._free:
+                self._free.move_to_end(page, last=False)
+
     def give_back(self, pages: Iterable[int]) -> None:
         """Stop owning pages. The last is reused first, so that known texts lose their end before their beginning."""
         for page in reversed(list(pages)):

@@ -16,7 +16,8 @@ from dflash_jax.engine.device.slots import DEFERRED, Caches
 from dflash_jax.options import EngineConfig
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import DecoderConfig, DraftConfig, TargetConfig
-from dflash_jax.state.group import PageGroup
+from dflash_jax.state import recurrent
+from dflash_jax.state.group import PageGroup, SnapshotGroup
 from dflash_jax.state.layout import Layout
 from dflash_jax.state.paged_kv import PagedKVCache, Place
 from dflash_jax.weights.loader import KVScales
@@ -28,7 +29,8 @@ SAMPLING_STATE_BYTES = 10  # bytes of `Controls` for each token of the vocabular
 ADDRESSABLE_BYTES = 2 << 30  # of the largest 8-bit pool below 4 GiB that Triton kernels can address
 FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 
-FULL, SLIDING = 0, 1  # places of the groups in `Layout.groups`
+MOST_SNAPSHOTS = 16  # snapshots of recurrent states for each slot: more would hardly be hit
+FULL, SLIDING, STATES = 0, 1, 2  # places of the groups in `Layout.groups`; the last only with recurrent layers
 
 logger = logging.getLogger("dflash_jax")
 
@@ -47,7 +49,7 @@ def bytes_per_token(model: DecoderConfig, dtype: jnp.dtype, tensor_parallel_size
 def group_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> tuple[int, int]:
     """Bytes of one token in all layers of the full group and of the sliding group."""
     devices = config.tensor_parallel_size
-    full = target.num_hidden_layers * bytes_per_token(target, config.kv_cache_dtype, devices)
+    full = len(target.attention_layers) * bytes_per_token(target, config.kv_cache_dtype, devices)
     if draft is None:
         return full, 0
     of_layer = bytes_per_token(draft, config.draft_kv_cache_dtype, devices)
@@ -56,10 +58,10 @@ def group_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineC
 
 
 def plan_layout(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> Layout:
-    """Divide the memory for keys and values between the two groups of pages.
+    """Divide the memory for what is kept of sequences among the groups.
 
-    The sliding group gets as many pages as `max_num_seqs` sequences can need; the full group gets the rest, but no more
-    than these sequences can fill.
+    Every slot has its recurrent state. Snapshots of such states get their share; the sliding group gets as many pages
+    as `max_num_seqs` sequences can need; the full group gets the rest, but no more than these sequences can fill.
 
     Raises:
         ConfigError: the memory does not hold one sequence of `max_model_len`.
@@ -73,7 +75,10 @@ def plan_layout(target: TargetConfig, draft: DraftConfig | None, config: EngineC
     full_bytes, sliding_bytes = group_bytes(target, draft, config)
     budget = config.kv_cache_memory_bytes or free_bytes(target, draft, config)
     sliding_pages = config.max_num_seqs * sliding_each
-    left = budget - sliding_pages * size * sliding_bytes
+    state_bytes = recurrent.row_bytes(target, block, config.dtype)
+    snapshots = num_snapshots(target, config, budget, state_bytes)
+    states = (config.max_num_seqs + snapshots) * state_bytes
+    left = budget - sliding_pages * size * sliding_bytes - states
     full_pages = min(left // (size * full_bytes), config.max_num_seqs * width)
     if full_pages < width:
         raise ConfigError(
@@ -81,7 +86,17 @@ def plan_layout(target: TargetConfig, draft: DraftConfig | None, config: EngineC
             f"of max_model_len={config.max_model_len} needs {width * size}; lower max_model_len, max_num_seqs or "
             "max_num_batched_tokens, or raise gpu_memory_utilization, kv_cache_memory_bytes or tensor_parallel_size."
         )
-    return Layout(size, block, width, (PageGroup(full_pages, size), PageGroup(sliding_pages, size, window)))
+    pages = PageGroup(full_pages, size), PageGroup(sliding_pages, size, window)
+    if not target.recurrent_layers:
+        return Layout(size, block, width, pages)
+    return Layout(size, block, width, (*pages, SnapshotGroup(snapshots)), snapshots=STATES)
+
+
+def num_snapshots(target: TargetConfig, config: EngineConfig, budget: int, state_bytes: int) -> int:
+    """Snapshots of recurrent states that `state_cache_fraction` of the memory holds, beside those of the slots."""
+    if not target.recurrent_layers or not config.enable_prefix_caching:
+        return 0
+    return min(int(budget * config.state_cache_fraction) // state_bytes, MOST_SNAPSHOTS * config.max_num_seqs)
 
 
 @dataclass(frozen=True)
@@ -96,6 +111,9 @@ class Capacity:
         max_model_len: tokens of the longest sequence.
         max_concurrency: sequences of that length, with their look-ahead, that can run side by side.
         unshared_bytes: bytes of a token if every drafter layer kept it, and all layers in the dtype of the model.
+        state_bytes: bytes of a sequence's recurrent states, tapes included; 0 without such layers.
+        tape_bytes: bytes of the tapes among them.
+        snapshots: snapshots of such states that are kept beside those of running sequences.
     """
 
     tokens: int
@@ -105,6 +123,9 @@ class Capacity:
     max_model_len: int
     max_concurrency: float
     unshared_bytes: int
+    state_bytes: int = 0
+    tape_bytes: int = 0
+    snapshots: int = 0
 
     def sequence_bytes(self, length: int) -> int:
         """Bytes that a sequence of this length takes."""
@@ -126,6 +147,11 @@ class Capacity:
                 f"KV cache bytes per token: {self.sliding_bytes:,} in sliding layers, which keep "
                 f"{self.sliding_tokens:,} tokens a sequence"
             )
+        if self.state_bytes:
+            facts.append(
+                f"Recurrent states: {self.state_bytes / 2**20:,.1f} MiB a sequence, of which "
+                f"{self.tape_bytes / 2**20:,.1f} MiB are the tape of a block; room for {self.snapshots:,} snapshots"
+            )
         return [
             *facts,
             f"Maximum concurrency for {longest:,} tokens per sequence: {self.max_concurrency:.2f}x",
@@ -139,6 +165,7 @@ def capacity_of(target: TargetConfig, draft: DraftConfig | None, layout: Layout,
     full_bytes, sliding_bytes = group_bytes(target, draft, config)
     models = (target,) if draft is None else (target, draft)
     devices = config.tensor_parallel_size
+    state_bytes = recurrent.row_bytes(target, layout.block, config.dtype)
     return Capacity(
         tokens=layout.num_tokens,
         full_bytes=full_bytes,
@@ -146,7 +173,10 @@ def capacity_of(target: TargetConfig, draft: DraftConfig | None, layout: Layout,
         sliding_tokens=layout.groups[SLIDING].num_units // config.max_num_seqs * layout.page_size,
         max_model_len=config.max_model_len,
         max_concurrency=layout.groups[FULL].num_units / layout.table_width,
-        unshared_bytes=sum(m.num_hidden_layers * bytes_per_token(m, config.dtype, devices) for m in models),
+        unshared_bytes=sum(len(m.attention_layers) * bytes_per_token(m, config.dtype, devices) for m in models),
+        state_bytes=state_bytes,
+        tape_bytes=state_bytes - recurrent.row_bytes(target, 0, config.dtype),
+        snapshots=0 if layout.snapshots is None else layout.groups[layout.snapshots].num_units,
     )
 
 
@@ -248,28 +278,29 @@ def explain_out_of_memory() -> Iterator[None]:
 
 
 def place_layers(
-    groups: Sequence[int], layout: Layout, page_bytes: int, dtype: jnp.dtype
-) -> tuple[tuple[Place, ...], list[int]]:
+    groups: Sequence[int | None], layout: Layout, page_bytes: int, dtype: jnp.dtype
+) -> tuple[tuple[Place | None, ...], list[int]]:
     """Where layers of these groups keep their pages, and how many pages each pool has.
 
     The layers of a group share one pool, or several where `layers_of_pool` says that one would be too large.
 
     Args:
-        groups: group of each layer.
+        groups: group of each layer; None for a layer without pages.
         layout: how many pages a layer has.
         page_bytes: bytes of the keys in one page, on one device.
         dtype: of the pools.
     """
     places: dict[int, Place] = {}
     sizes: list[int] = []
-    for group, pages in enumerate(state.num_units for state in layout.groups):
+    for group in (FULL, SLIDING):
+        pages = layout.groups[group].num_units
         layers = [layer for layer, of in enumerate(groups) if of == group]
         per_pool = layers_of_pool(len(layers), pages * page_bytes, dtype)
         for start in range(0, len(layers), per_pool):
             part = layers[start : start + per_pool]
             places |= {layer: Place(group, len(sizes), i * pages) for i, layer in enumerate(part)}
             sizes.append(len(part) * pages)
-    return tuple(places[layer] for layer in range(len(groups))), sizes
+    return tuple(places.get(layer) for layer in range(len(groups))), sizes
 
 
 def layers_of_pool(num_layers: int, layer_bytes: int, dtype: jnp.dtype) -> int:
@@ -304,7 +335,7 @@ def make_caches(
     mesh: Mesh,
     kv_scales: tuple[KVScales | None, KVScales | None] = (None, None),
 ) -> Caches:
-    """Make empty pools for all layers, and room for deferred features.
+    """Make empty pools for all layers, recurrent states, and room for deferred features.
 
     Args:
         target: the target.
@@ -318,7 +349,9 @@ def make_caches(
         ConfigError: the pools do not fit in the memory.
     """
 
-    def cache(model: DecoderConfig, groups: list[int], dtype: jnp.dtype, scales: KVScales | None) -> PagedKVCache:
+    def cache(
+        model: DecoderConfig, groups: list[int | None], dtype: jnp.dtype, scales: KVScales | None
+    ) -> PagedKVCache:
         page = (model.num_key_value_heads, layout.page_size, model.head_dim)
         devices = mesh.size if mesh.share(page[0]) else 1
         places, pages = place_layers(groups, layout, math.prod(page) * dtype.itemsize // devices, dtype)
@@ -336,11 +369,20 @@ def make_caches(
     deferred = (config.max_num_seqs, DEFERRED, feature_size(target, draft))
     with explain_out_of_memory():
         caches = Caches(
-            target=cache(target, [FULL] * target.num_hidden_layers, config.kv_cache_dtype, kv_scales[0]),
+            target=cache(
+                target,
+                [FULL if i in target.attention_layers else None for i in range(target.num_hidden_layers)],
+                config.kv_cache_dtype,
+                kv_scales[0],
+            ),
             draft=PagedKVCache([], [], mesh=mesh),
             features=jnp.zeros(deferred, config.dtype, device=mesh.place(("Q", "R", "C"), deferred)),
         )
         if draft is not None:
-            groups = [group_of(layer.window) for layer in draft.layers]
+            groups: list[int | None] = [group_of(layer.window) for layer in draft.layers]
             caches = replace(caches, draft=cache(draft, groups, config.draft_kv_cache_dtype, kv_scales[1]))
+        if layout.snapshots is not None:
+            rows = layout.groups[layout.snapshots].num_units
+            states = recurrent.make_states(target, config.max_num_seqs, rows, layout.block, config.dtype, mesh)
+            caches = replace(caches, states=states)
         return jax.block_until_ready(caches)

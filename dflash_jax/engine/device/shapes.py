@@ -88,6 +88,7 @@ class Shapes:
         tables: pages of a sequence's tables, ascending.
         lengths: tokens that a round may verify, ascending; the last is the whole block.
         modes: sampling modes that are compiled; only "any" where programs branch at run time.
+        moves: snapshots that one program takes or restores; 0 for a target without recurrent states.
     """
 
     batches: tuple[int, ...]
@@ -96,6 +97,7 @@ class Shapes:
     tables: tuple[int, ...]
     lengths: tuple[int, ...]
     modes: tuple[SamplingMode, ...]
+    moves: int = 0
 
     @staticmethod
     def of(
@@ -108,6 +110,7 @@ class Shapes:
         block: int,
         adaptive: bool,
         on_cpu: bool,
+        has_snapshots: bool = False,
     ) -> Shapes:
         """The shapes of an engine.
 
@@ -120,6 +123,7 @@ class Shapes:
             block: G.
             adaptive: whether rounds may verify a part of the block, beside the whole block and the anchor alone.
             on_cpu: whether one CPU runs the steps.
+            has_snapshots: whether the target keeps recurrent states, of which snapshots are taken.
         """
         least_table = -(-LEAST_TABLE // page_size)
         # A table of more than half the greatest width saves too little to be worth a program.
@@ -136,6 +140,7 @@ class Shapes:
             tables=(table_width,) if on_cpu else (*narrow, table_width),
             lengths=tuple(sorted({1, -(-block // 4), -(-block // 2), block} if adaptive else {1, block})),
             modes=(ANY,) if on_cpu else MODES,
+            moves=(1 if on_cpu else max_num_seqs) if has_snapshots else 0,  # padding costs a CPU as much as a move
         )
 
     @property
@@ -237,7 +242,14 @@ class Shapes:
         steps = [StepShape("prefill", rows, width, pages)]
         if is_scored:
             steps.append(StepShape("score", 1, width, pages))
+        if self.moves:
+            steps.append(self.copy)
         return steps if mode is None else [*steps, StepShape("commit", rows, 1, mode=self.mode(mode))]
+
+    @property
+    def copy(self) -> StepShape:
+        """The step that takes and restores snapshots."""
+        return StepShape("copy_states", self.moves)
 
     def programs(self, load: Load | None = None, *, max_pages: int | None = None) -> list[StepShape]:
         """Every program of an engine, or those that a load needs; those of few rows come first.

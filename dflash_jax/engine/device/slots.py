@@ -12,10 +12,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.base.values import MOST_LOGPROBS
-from dflash_jax.models.layers import KVCache
+from dflash_jax.models.caches import KVCache
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import DraftConfig, TargetConfig
+from dflash_jax.state.hybrid import HybridCache
 from dflash_jax.state.paged_kv import PagedKVCache
+from dflash_jax.state.recurrent import RecurrentStates
 from dflash_jax.weights.loader import Params
 
 Tree = TypeVar("Tree")
@@ -246,20 +248,39 @@ class Caches:
         features: features of the tokens that rounds without drafts have processed last, for each of Q slots; that of
             position p lies at p % R, R = `DEFERRED`. Turning them into context would cost a tenth of a drafted round,
             and be useless where no later round drafts; `catch_up` does it when one does.
+        states: recurrent states of the target; None if it has attention alone.
     """
 
     target: PagedKVCache
     draft: PagedKVCache
     features: Float[Array, "Q R C"]
+    states: RecurrentStates | None = None
 
-    def through(self, tables: Tables) -> Caches:
-        """The caches seen through the page tables of a step."""
+    def for_round(self, tables: Tables, slots: Slots) -> Caches:
+        """The caches as a round sees them: through its page tables, the states at the anchors of its sequences."""
+        states = self.states and self.states.verifying(tables.rows, rows_of(slots.length, tables.rows))
+        return replace(self._through(tables), states=states)
+
+    def for_chunk(self, chunk: Chunk) -> Caches:
+        """The caches as a prefill sees them."""
+        states = self.states and self.states.prefilling(chunk.tables.rows, chunk.positions)
+        return replace(self._through(chunk.tables), states=states)
+
+    def _through(self, tables: Tables) -> Caches:
         return replace(self, target=tables.over_target(self.target), draft=tables.over_draft(self.draft))
+
+    @property
+    def of_target(self) -> PagedKVCache | HybridCache:
+        """The cache that the target's layers take."""
+        return self.target if self.states is None else HybridCache(self.target, self.states)
 
     def with_target(self, cache: KVCache) -> Caches:
         """Replace the target's cache."""
-        assert isinstance(cache, PagedKVCache)
-        return replace(self, target=cache)
+        if self.states is None:
+            assert isinstance(cache, PagedKVCache)
+            return replace(self, target=cache)
+        assert isinstance(cache, HybridCache)
+        return replace(self, target=cache.kv, states=cache.states)
 
     def with_draft(self, cache: KVCache) -> Caches:
         """Replace the drafter's cache."""
@@ -272,8 +293,9 @@ class Caches:
         return replace(self, features=kept)
 
     def pools(self) -> Caches:
-        """Remove the tables: only the pools are handed from step to step."""
-        return replace(self, target=pools_of(self.target), draft=pools_of(self.draft))
+        """Remove what concerned one step: only the pools are handed from step to step."""
+        states = self.states and self.states.between_steps()
+        return replace(self, target=pools_of(self.target), draft=pools_of(self.draft), states=states)
 
 
 def pools_of(cache: KVCache) -> PagedKVCache:

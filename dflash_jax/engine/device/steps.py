@@ -41,11 +41,12 @@ from dflash_jax.engine.device.slots import (
     pools_of,
     rows_of,
 )
+from dflash_jax.models.caches import KVCache
 from dflash_jax.models.drafters.dflash import DraftModel
-from dflash_jax.models.layers import KVCache
 from dflash_jax.models.target import TargetModel
 from dflash_jax.parallel.collectives import Devices
 from dflash_jax.state.paged_kv import PagedKVCache
+from dflash_jax.state.recurrent import RecurrentStates
 from dflash_jax.weights.loader import Params
 
 # dot_merger off: XLA would concatenate the context weights of all drafter layers into one array, in every round.
@@ -143,10 +144,10 @@ def verify(
     Returns:
         The target's final hidden states, and the caches.
     """
-    models, caches = bind(params.unflatten(), spec), caches.through(tables)
+    models, caches = bind(params.unflatten(), spec), caches.for_round(tables, slots)
     positions = block_positions(slots, tables, length)
     tokens = rows_of(slots.anchor, tables.rows)[:, None] if block is None else block[:, :length]
-    hidden, features, cache = models[0](tokens, positions, caches.target, spec.taps)
+    hidden, features, cache = models[0](tokens, positions, caches.of_target, spec.taps)
     caches = caches.with_target(cache)
     if block is None:
         caches = caches.defer(tables.rows, positions, spec.replicate(features))
@@ -306,8 +307,8 @@ def prefill(
         The slots and caches after the step; the final hidden state of each prompt's last token in the chunk; the inputs
         of the target's last layer, for `score`.
     """
-    models, caches = bind(params.unflatten(), spec), caches.through(chunk.tables)
-    last, features, before, cache = models[0].prefill(chunk.tokens, chunk.positions, caches.target, spec.taps)
+    models, caches = bind(params.unflatten(), spec), caches.for_chunk(chunk)
+    last, features, before, cache = models[0].prefill(chunk.tokens, chunk.positions, caches.of_target, spec.taps)
     caches = write_context(models[1], features, chunk.positions, caches.with_target(cache))
     is_new = chunk.anchor < 0
     ready = Slots.of(anchor=chunk.anchor, length=chunk.length - is_new, emitted=chunk.emitted)
@@ -335,6 +336,27 @@ def score(
     blocks = hidden.reshape(-1, rows, hidden.shape[-1]), following.reshape(-1, rows)
     scored = jax.lax.map(one, blocks)
     return spec.replicate(jax.tree.map(lambda array: array.reshape(1, -1, *array.shape[3:]), scored))
+
+
+def copy_states(
+    params: FlatParams,
+    slots: Slots,
+    states: RecurrentStates,
+    moves: Int[Array, "B 3"],
+    *,
+    spec: StepSpec,
+) -> RecurrentStates:
+    """Take or restore snapshots of recurrent states.
+
+    Args:
+        params: the target's and the drafter's parameters.
+        slots: state of all slots.
+        states: donated.
+        moves: for each, the row to read, the row to write, and the number of tokens; see `RecurrentStates.copied`.
+        spec: static.
+    """
+    weights = bind_target(params.unflatten()[0], spec).recurrent_weights()
+    return states.copied(weights, moves[:, 0], moves[:, 1], moves[:, 2], slots.length)
 
 
 def bind(params: tuple[Params, Params], spec: StepSpec) -> tuple[TargetModel, DraftModel | None]:

@@ -11,7 +11,7 @@ from jaxtyping import UInt32
 
 from dflash_jax.engine.device.controls import bits_of
 from dflash_jax.engine.device.shapes import Load
-from dflash_jax.engine.device.slots import MODES, Chunk, Controls, Sampler, SamplingMode, Tables
+from dflash_jax.engine.device.slots import GROUPS, MODES, Chunk, Controls, Sampler, SamplingMode, Tables
 from dflash_jax.engine.host.constraints import fill_masks
 from dflash_jax.engine.host.scheduler import Running, Scheduler
 from dflash_jax.engine.host.sequence import Sequence
@@ -137,8 +137,8 @@ def tables_of(scheduler: Scheduler, running: list[Running], rows: int, width: in
     within = np.minimum(slots, num_slots - 1)  # rows of padding read some slot's table, and nobody reads theirs
     return Tables.pack(
         slots,
-        [valid_from[within] for valid_from in scheduler.valid_from[1:]],
-        [table[within, :width] for table in scheduler.tables],
+        [valid_from[within] for valid_from in scheduler.valid_from[1:GROUPS]],
+        [table[within, :width] for table in scheduler.tables[:GROUPS]],
     )
 
 
@@ -177,7 +177,7 @@ def chunk_of(pending: list[Running], rows: int, width: int, tables: Tables) -> C
     length, emitted = np.zeros((2, rows), np.int32)
     anchor = np.full(rows, -1, np.int32)
     for row, running in enumerate(pending):
-        part = running.text[running.prefilled : running.prefilled + width]
+        part = running.text[running.prefilled : min(running.prefilled + width, running.chunk_end)]
         tokens[row, : len(part)] = part
         positions[row, : len(part)] = np.arange(running.prefilled, running.prefilled + len(part))
         before = running.sequence.output.token_ids  # what it had emitted when it was preempted

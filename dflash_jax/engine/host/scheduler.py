@@ -38,6 +38,12 @@ class Running:
         deferred: newest processed tokens whose features wait to become context of the drafter.
         has_controls: whether the device knows its penalties, biases and stops.
         released: whether it has given its slot and units back; results that are still in flight are dropped.
+        known_pages: whole pages of `text` whose keys and values were known when it was admitted.
+        stops: tokens of `text` at which a chunk must end, since the recurrent state is wanted there, ascending.
+        next_snapshot: tokens at which the recurrent state is wanted next in rounds; 0 for never.
+        last_snapshot: tokens of the last snapshot that rounds have taken; 0 for none.
+        num_rounds: rounds that have been read.
+        covered_rounds: rounds after which a copy of the state at `next_snapshot` was enqueued last.
         units: what it owns in each group of the layout.
         reserved: positions that its units hold in every group.
         remembered: whole pages that the prefix cache knows of, counted from the first.
@@ -47,6 +53,12 @@ class Running:
     slot: int
     text: list[int]
     prefilled: int
+    known_pages: int = 0
+    stops: list[int] = field(default_factory=list)
+    next_snapshot: int = 0
+    last_snapshot: int = 0
+    num_rounds: int = 0
+    covered_rounds: int = -1
     units: list[Units] = field(default_factory=list)
     reserved: int = 0
     remembered: int = 0
@@ -60,6 +72,11 @@ class Running:
     def is_prefilled(self) -> bool:
         """Whether it takes part in rounds."""
         return self.prefilled == len(self.text)
+
+    @property
+    def chunk_end(self) -> int:
+        """Tokens of `text` up to which the next chunk may reach."""
+        return next((stop for stop in self.stops if stop > self.prefilled), len(self.text))
 
     @property
     def length(self) -> int:
@@ -145,7 +162,7 @@ class Scheduler:
         pages, first = written // self.layout.page_size, running.remembered
         if pages <= first:
             return
-        hashes = self._hashes(running.sequence, pages)
+        hashes = self.hashes(running.sequence, pages)
         for group, pool, units in zip(self.layout.groups, self.pools, running.units, strict=True):
             start, shareable = group.whole_pages(units, first, pages)
             for unit, page_hash in zip(shareable, hashes[start:pages], strict=False):  # a group without layers has none
@@ -227,8 +244,10 @@ class Scheduler:
         if sequence.cache_salt is not None and not sequence.wants_prompt_logprobs:
             # No hit covers the last token of a prompt: its logits are needed.
             whole_pages = (length - 1) // layout.page_size
-            hashes = self._hashes(sequence, whole_pages)[:whole_pages]
-        hit = min(group.longest_hit(pool, hashes) for group, pool in zip(groups, self.pools, strict=True))
+            hashes = self.hashes(sequence, whole_pages)[:whole_pages]
+        hit = known_pages = groups[0].longest_hit(self.pools[0], hashes)
+        for group, pool in zip(groups[1:], self.pools[1:], strict=True):
+            hit = group.longest_hit(pool, hashes[:hit])
         shared = [group.shared(pool, hashes[:hit], length) for group, pool in zip(groups, self.pools, strict=True)]
         needed = [group.units_for(length + layout.block) for group in groups]
         missing = [max(number - s.start - len(s.ids), 0) for number, s in zip(needed, shared, strict=True)]
@@ -236,7 +255,7 @@ class Scheduler:
             return None
         text = sequence.tokens_between(0, length)
         running = Running(sequence, self._free_slots.pop(), text, prefilled=hit * layout.page_size)
-        running.remembered = hit
+        running.remembered, running.known_pages = hit, known_pages
         if not emitted:
             sequence.num_cached_tokens = running.prefilled
             self.num_prompt_tokens += length
@@ -250,7 +269,7 @@ class Scheduler:
         self.running.append(running)
         return running
 
-    def _hashes(self, sequence: Sequence, pages: int) -> list[PageHash]:
+    def hashes(self, sequence: Sequence, pages: int) -> list[PageHash]:
         """Hashes of so many whole pages of a sequence or more; each is made once, however long the sequence waits."""
         made, size = len(sequence.page_hashes), self.layout.page_size
         if made < pages:

@@ -116,7 +116,7 @@ class Planner:
     def _chunk(self, pending: list[Running], rows: int, width: int) -> PlannedChunk:
         """A prefill of so many rows and tokens a row, of the first of these prompts."""
         pending = pending[:rows]
-        starting = [r if left_of(r) <= width and not r.sequence.output.token_ids else None for r in pending]
+        starting = [r if ends_within(r, width) and not r.sequence.output.token_ids else None for r in pending]
         mode = mode_of_all([r.sequence for r in starting if r]) if any(starting) else None
         is_scored, pages = pending[0].sequence.wants_prompt_logprobs, self._pages_of(pending)
         programs = self._shapes.of_prefill(rows, width, pages, mode, is_scored=is_scored)
@@ -220,8 +220,13 @@ class Planner:
 
 
 def left_of(running: Running) -> int:
-    """Tokens of a prompt that have not been prefilled."""
-    return len(running.text) - running.prefilled
+    """Tokens of a prompt that the next chunk may take."""
+    return running.chunk_end - running.prefilled
+
+
+def ends_within(running: Running, width: int) -> bool:
+    """Whether a prompt ends in its next chunk, if that has so many tokens."""
+    return len(running.text) == running.chunk_end <= running.prefilled + width
 
 
 def lacks_controls(running: Running) -> bool:

@@ -34,6 +34,7 @@ from dflash_jax.engine.device.slots import (
 )
 from dflash_jax.engine.host.inputs import SamplerRows, controls_of
 from dflash_jax.engine.host.sequence import Sequence
+from dflash_jax.engine.host.snapshots import Move
 from dflash_jax.engine.programs.program import Program
 from dflash_jax.engine.programs.step_program import STEPS, State, stand_ins
 from dflash_jax.engine.programs.store import programs
@@ -183,6 +184,14 @@ class ModelRunner:
         """Log-probabilities of the tokens behind those of the chunk that was just prefilled."""
         scored: Logprobs = self._run(chunk_shape("score", chunk), chunk, before, following)
         return scored
+
+    def copy_states(self, moves: Seq[Move], rows: int) -> None:
+        """Take or restore snapshots of recurrent states, `rows` of them in one call."""
+        for start in range(0, len(moves), rows):
+            packed = np.full((rows, 3), (-1, -1, 0), np.int32)
+            part = moves[start : start + rows]
+            packed[: len(part)] = part
+            self.caches = replace(self.caches, states=self._run(StepShape("copy_states", rows), packed))
 
     def catch_up(self, tables: Tables, deferred: Int[np.ndarray, " B"]) -> None:
         """Write the drafter's context of each sequence's last `deferred` tokens, whose features waited."""

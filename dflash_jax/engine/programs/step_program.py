@@ -92,6 +92,7 @@ def stand_ins(shape: StepShape, state: State, spec: StepSpec) -> SimpleNamespace
     return SimpleNamespace(
         row=row,
         plane=plane,
+        moves=on_host(rows, 3),
         tables=Tables(tables),
         chunk=Chunk(plane, plane, row, row, row, Tables(on_host(rows, Tables.width(pages)))),
         block=on_devices(rows, spec.block) if tokens > 1 else None,
@@ -142,6 +143,12 @@ STEPS: dict[str, StepProgram] = {
             donated=(),
             state=lambda s, _: (s.params, s.caches.target),
             inputs=lambda i: (i.chunk, i.hidden, i.plane),
+        ),
+        StepProgram(
+            steps.copy_states,
+            donated=("states",),
+            state=lambda s, _: (s.params, s.slots, s.caches.states),
+            inputs=lambda i: (i.moves,),
         ),
         StepProgram(set_controls, ("controls",), lambda s, _: (s.controls,), lambda i: (np.int32(0), i.controls)),
     )

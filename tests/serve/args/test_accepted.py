@@ -81,6 +81,7 @@ ACCEPTED = [
     ("--gpu-memory-utilization 0.5", "gpu_memory_utilization", 0.5),
     ("--mem-fraction-static 1", "gpu_memory_utilization", 1.0),
     ("--kv-cache-memory-bytes 2G", "kv_cache_memory_bytes", 2**31),
+    ("--state-cache-fraction 0.5", "state_cache_fraction", 0.5),
     ("", "compile_at_start", None),
     ("--no-compile-at-start --compile-at-start", "compile_at_start", True),
     ("--no-compile-at-start", "compile_at_start", False),

@@ -1,0 +1,188 @@
+"""Targets with Gated DeltaNet: however a request is cut, beside whatever it runs, its answer is the reference's.
+
+The reference is one forward pass of the same weights over prompt and answer, with the whole recurrence from zeros; the
+golden cases tie it to another implementation. Numbers in comments are those of `hybrid.md`-style bugs that other
+engines shipped: each test fails when the bug is put in.
+"""
+
+import json
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax import SamplingParams
+from dflash_jax.models.target import TargetModel
+from tests.pairs import (
+    GOLDEN,
+    assert_empty,
+    choose_lengths,
+    empty_cache,
+    golden_cases,
+    golden_llm,
+    greedy,
+    prompt,
+    tokens_of,
+)
+
+PAIR = "q35_dense"
+BLOCK = 8
+CASES = golden_cases(PAIR)
+PROMPTS = [prompt(*case["input_ids"]) for case in CASES]
+EXPECTED = [case["output_ids"] for case in CASES]
+LONGEST = 256  # tokens of the reference's one program
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """Pages of 16 tokens: prompts of the cases have several, and a block of 8 fits one."""
+    return golden_llm(PAIR, page_size=16, max_num_seqs=16)  # room for the sliding pages of every case
+
+
+@cache
+def reference():
+    """Argmax of the logits after each token of a padded sequence."""
+    engine = golden_llm(PAIR, drafter=False, max_num_seqs=1).engine
+    model = TargetModel(engine.target.config).bind({"params": engine.target.params})
+
+    @jax.jit
+    def run(tokens, length):
+        positions = jnp.where(jnp.arange(LONGEST) < length, jnp.arange(LONGEST), -1)[None]
+        hidden, _, _ = model(tokens[None], positions, empty_cache(model.config, LONGEST))
+        return model.logits(hidden)[0].argmax(axis=-1)
+
+    return run
+
+
+def assert_follows(prompt_ids, answer):
+    """Whether every token of a greedy answer is the reference's argmax."""
+    tokens = [*prompt_ids, *answer]
+    padded = np.zeros(LONGEST, np.int32)
+    padded[: len(tokens)] = tokens
+    likeliest = np.asarray(reference()(padded, len(tokens)))
+    assert list(answer) == likeliest[len(prompt_ids) - 1 : len(tokens) - 1].tolist()
+
+
+def cached_tokens(outputs):
+    return [output.metrics.num_cached_tokens for output in outputs]
+
+
+def test_a_hit_restores_states_and_changes_nothing(llm):
+    first = llm.generate(PROMPTS, greedy(80))
+    again = llm.generate(PROMPTS, greedy(80))
+    for outputs in (first, again):
+        assert tokens_of(outputs) == EXPECTED
+        for output, case in zip(outputs, CASES, strict=True):  # the drafter's context is restored, too
+            lengths = output.metrics.acceptance_lengths
+            assert lengths[:-1] == case["acceptance_lengths"][: len(lengths) - 1]
+    assert cached_tokens(again) == [(len(case["input_ids"]) - 1) // 16 * 16 for case in CASES]
+    salted = llm.generate([p | {"cache_salt": "tenant"} for p in PROMPTS], greedy(80))
+    assert (tokens_of(salted), cached_tokens(salted)) == (EXPECTED, [0] * len(CASES))
+    assert_empty(llm.engine)
+
+
+def test_the_next_turn_begins_where_the_answer_ended(llm):
+    turns = [[*case["input_ids"], *case["output_ids"], 3, 1, 4] for case in CASES]
+    llm.generate(PROMPTS, greedy(80))
+    outputs = llm.generate([prompt(*turn) for turn in turns], greedy(20))
+    for turn, output, case in zip(turns, outputs, CASES, strict=True):
+        assert_follows(turn, output.outputs[0].token_ids)
+        processed = len(case["input_ids"]) + 79  # all but the last emitted token
+        assert output.metrics.num_cached_tokens == processed // 16 * 16
+    assert_empty(llm.engine)
+
+
+def test_prompts_that_branch_share_what_they_have_in_common(llm):
+    trunk = np.random.default_rng(1).integers(2, 130, 100).tolist()
+    for branch, expected in ((5, 0), (6, 0), (7, 96)):  # the second finds keys, and leaves a state where they end
+        tokens = [*trunk, *[branch] * 40]
+        (output,) = llm.generate([prompt(*tokens)], greedy(8))
+        assert output.metrics.num_cached_tokens == expected
+        assert_follows(tokens, output.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("tokens", [7, pytest.param(64, marks=pytest.mark.long)])
+def test_one_by_one_in_chunks(tokens):
+    llm = golden_llm(PAIR, max_num_seqs=1, max_num_batched_tokens=tokens)
+    assert tokens_of(llm.generate(PROMPTS, greedy(80))) == EXPECTED
+
+
+@pytest.mark.long
+def test_after_preemption():
+    """`test_engine.py` preempts smaller hybrids at every stage."""
+    llm = golden_llm(PAIR, page_size=8, max_model_len=232, kv_cache_memory_bytes=1_150_000)
+    llm.compile(PROMPTS, greedy(80))  # so that all run side by side from the first round
+    outputs = llm.generate(PROMPTS, greedy(80))
+    assert llm.engine.scheduler.num_preemptions > 0
+    assert tokens_of(outputs) == EXPECTED
+    assert_empty(llm.engine)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_over_devices(devices):
+    """Two key heads divide over 2 devices; over 4 the recurrence is replicated, and the rest is split."""
+    llm = golden_llm(PAIR, tensor_parallel_size=devices, max_num_seqs=2, page_size=16)
+    for _ in range(2):  # the second restores snapshots
+        assert tokens_of(llm.generate(PROMPTS[2:], greedy(80))) == EXPECTED[2:]
+    kept = llm.engine.runner.caches.states.kept[0].state
+    assert {shard.data.shape[1] for shard in kept.addressable_shards} == {4 // devices if devices == 2 else 4}
+
+
+@pytest.mark.parametrize("length", range(1, BLOCK + 3))
+def test_short_prompts_are_no_rounds(llm, length):
+    """A prompt of as many tokens as a block is prefilled, also in a slot that holds another's state."""
+    tokens = np.random.default_rng(length).integers(2, 130, length).tolist()
+    (output,) = llm.generate([prompt(*tokens)], greedy(12))
+    assert_follows(tokens, output.outputs[0].token_ids)
+
+
+def test_rounds_of_any_length_follow_each_other(monkeypatch):
+    """Each round folds what the one before left, whether that verified a block, a part of it or the anchor alone."""
+    llm = golden_llm(PAIR, num_speculative_tokens=None, page_size=16, max_num_seqs=16)
+    order = iter([8, 1, 8, 8, 2, 1, 1, 8, 4, 1] * 100)
+    choose_lengths(monkeypatch, llm.engine, lambda _: next(order))
+    assert tokens_of(llm.generate(PROMPTS, greedy(80))) == EXPECTED
+
+
+def test_drafted_and_plain_requests_in_one_batch(llm):
+    params = [greedy(80, speculation=index % 2 == 0) for index in range(len(PROMPTS))]
+    assert tokens_of(llm.generate(PROMPTS, params)) == EXPECTED
+
+
+@pytest.mark.long
+def test_states_do_not_drift_over_thousands_of_tokens():
+    """Accepted tokens are folded in the order of plain decoding, so neither tokens nor states ever part."""
+    states, answers = [], []
+    for drafter in (True, False):
+        llm = golden_llm(PAIR, drafter=drafter, max_num_seqs=1, max_model_len=None)
+        answers.append(tokens_of(llm.generate(PROMPTS[:1], greedy(400))))
+        llm.generate([prompt(*CASES[0]["input_ids"], *answers[-1][0])], greedy(1))
+        states.append(np.asarray(llm.engine.runner.caches.states.kept[0].state))
+    assert answers[0] == answers[1]
+    np.testing.assert_allclose(states[0][0], states[1][0], atol=1e-5)
+
+
+def test_seeded_answers_do_not_depend_on_drafts(llm):
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=60, ignore_eos=True)
+    plain = golden_llm(PAIR, drafter=False, max_num_seqs=16, page_size=16)
+    assert tokens_of(llm.generate(PROMPTS, params)) == tokens_of(plain.generate(PROMPTS, params))
+
+
+def test_prompt_logprobs_go_through_the_whole_model(llm):
+    (output,) = llm.generate(PROMPTS[3:4], greedy(4, prompt_logprobs=0))
+    tokens = CASES[3]["input_ids"]
+    assert len(output.prompt_logprobs) == len(tokens)
+    assert all(tokens[i] in output.prompt_logprobs[i] for i in range(1, len(tokens)))
+
+
+def test_the_engine_says_what_states_take(caplog):
+    with caplog.at_level("INFO", logger="dflash_jax"):
+        engine = golden_llm(PAIR, max_num_seqs=2).engine
+    config = json.loads((GOLDEN / PAIR / "target" / "config.json").read_text())["text_config"]
+    assert config["layer_types"].count("linear_attention") == 6
+    state, tape = 4 * 4 * 16 * 16, 4 * (3 + BLOCK) * 128 + 4 * BLOCK * 4 * 2
+    assert f"Recurrent states: {6 * (state + tape) / 2**20:,.1f} MiB a sequence" in caplog.text
+    assert engine.layout.groups[2].num_units > 0
