@@ -14,6 +14,7 @@ from tests.pairs import (
     BYTE_VOCABULARY,
     DRAFT,
     EOS,
+    HYBRID,
     MASK,
     TARGET,
     assert_empty,
@@ -33,7 +34,7 @@ SIZES = {
     "max_position_embeddings": 64,
     "eos_token_id": EOS,
 }
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 BASES = [list(range(12)), [5] * 9, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [7]]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=14, ignore_eos=True),
@@ -54,17 +55,24 @@ EXAMPLES = 40 * int(os.environ.get("DFLASH_TEST_LONG", "1"))
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory):
-    """A random target over bytes, and drafters of it: with a sliding and a full layer, and with full ones alone."""
+def models(tmp_path_factory):
+    """Random models over bytes: targets with attention alone and with Gated DeltaNet, and drafters for both.
+
+    One drafter has a sliding and a full layer, the other full layers alone.
+    """
     folder = tmp_path_factory.mktemp("engine")
     raw = DRAFT | SIZES | {"num_hidden_layers": 2, "block_size": 4}
     raw["dflash_config"] = {"target_layer_ids": [0, 1], "mask_token_id": MASK}
     sliding = raw | {"layer_types": [SLIDING, FULL], "sliding_window": 6}
-    return (
-        write_byte_tokenizer(write_model(folder / "target", TARGET | SIZES, 0)),
-        write_model(folder / "sliding", sliding, 1),
-        write_model(folder / "full", raw, 2),
-    )
+    layers = {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR]}
+    hybrid = HYBRID | {"text_config": HYBRID["text_config"] | SIZES | layers}
+    return {
+        "target": write_byte_tokenizer(write_model(folder / "target", TARGET | SIZES, 0)),
+        "hybrid": write_byte_tokenizer(write_model(folder / "hybrid", hybrid, 0)),
+        "sliding": write_model(folder / "sliding", sliding, 1),
+        "full": write_model(folder / "full", raw, 2),
+        None: None,
+    }
 
 
 def check(engine):
@@ -152,22 +160,25 @@ def machine_of(target, drafter, **options):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "options"),
+    ("target", "drafter", "options"),
     [
-        (1, {"kv_cache_memory_bytes": 88_000}),
+        ("target", "sliding", {"kv_cache_memory_bytes": 88_000}),
         pytest.param(
-            1,
+            "target",
+            "sliding",
             {"kv_cache_memory_bytes": 88_000, "num_speculative_tokens": 3, "enable_prefix_caching": False},
             marks=pytest.mark.long,
         ),
-        (2, {"kv_cache_memory_bytes": 104_000, "num_speculative_tokens": 3}),
-        (None, {"kv_cache_memory_bytes": 66_667}),
+        ("target", "full", {"kv_cache_memory_bytes": 104_000, "num_speculative_tokens": 3}),
+        ("target", None, {"kv_cache_memory_bytes": 66_667}),
+        ("hybrid", "sliding", {"kv_cache_memory_bytes": 128_000, "state_cache_fraction": 0.25}),
+        pytest.param("hybrid", None, {"kv_cache_memory_bytes": 56_000}, marks=pytest.mark.long),
     ],
-    ids=["sliding", "sliding-fixed-uncached", "full", "no-drafter"],
+    ids=["sliding", "sliding-fixed-uncached", "full", "no-drafter", "hybrid", "hybrid-no-drafter"],
 )
-def test_every_answer_is_its_own(pair, drafter, options):
-    machine = machine_of(pair[0], None if drafter is None else pair[drafter], **options)
-    examples = EXAMPLES if drafter == 1 and len(options) == 1 else EXAMPLES // 3
+def test_every_answer_is_its_own(models, target, drafter, options):
+    machine = machine_of(models[target], models[drafter], **options)
+    examples = EXAMPLES if drafter == "sliding" and target == "target" and len(options) == 1 else EXAMPLES // 3
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=25, deadline=None))
 
 
@@ -243,9 +254,9 @@ def test_stream_left_early_frees_everything():
     assert_empty(llm.engine)
 
 
-def test_sliding_pages_stay_bounded(pair):
+def test_sliding_pages_stay_bounded(models):
     """However long the text, sliding layers keep their window and the look-ahead."""
-    llm = LLM(*pair[:2], max_num_seqs=1, page_size=4)
+    llm = LLM(models["target"], models["sliding"], max_num_seqs=1, page_size=4)
     engine, kept = llm.engine, []
     for _ in llm.stream(prompt(*[2] * 20), greedy(40)):
         kept += [len(r.units[1].ids) for r in engine.scheduler.running]
@@ -275,12 +286,12 @@ def test_a_prompt_of_20000_tokens(tmp_path):
     assert_empty(llm.engine)
 
 
-def test_too_little_memory_for_one_sequence(pair):
+def test_too_little_memory_for_one_sequence(models):
     with pytest.raises(ConfigError, match=r"max_model_len=64.*kv_cache_memory_bytes"):
-        LLM(*pair[:2], kv_cache_memory_bytes=10_000)
+        LLM(models["target"], models["sliding"], kv_cache_memory_bytes=10_000)
 
 
-def test_structured_outputs_through_the_engine(pair):
+def test_structured_outputs_through_the_engine(models):
     """In one batch with others, with a drafter whose blocks know nothing of grammars."""
     schema = {
         "type": "object",
@@ -296,9 +307,9 @@ def test_structured_outputs_through_the_engine(pair):
     ]
     given = [prompt(1, 2, 3)] * 3
     options = SHAPES | {"kv_cache_memory_bytes": 88_000}  # those of machines above, whose programs serve here too
-    found = LLM(*pair[:2], num_speculative_tokens=3, **options).generate(given, params)
+    found = LLM(models["target"], models["sliding"], num_speculative_tokens=3, **options).generate(given, params)
     options["kv_cache_memory_bytes"] = 66_667
-    assert tokens_of(found) == tokens_of(LLM(pair[0], **options).generate(given, params))
+    assert tokens_of(found) == tokens_of(LLM(models["target"], **options).generate(given, params))
     assert json.loads(found[0].outputs[0].text).keys() == {"a", "b"}
     assert found[1].outputs[0].text in ("yes", "no")
     assert [output.outputs[0].finish_reason for output in found] == ["stop", "stop", "length"]
