@@ -13,6 +13,7 @@ from tokenizers.decoders import DecodeStream
 from tokenizers.pre_tokenizers import ByteLevel
 
 from dflash_jax.base.errors import CheckpointError, RequestError
+from dflash_jax.text.chat_template import ChatTemplate
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 PROMPT_TAIL = 8  # prompt tokens that a decoder is primed with, so that a first space is kept
@@ -60,6 +61,7 @@ class Tokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._templates: dict[str, ChatTemplate] = {}  # by source: the folder's, and those of callers
         self._texts: dict[int, str] = {}  # the text of single tokens by id, filled as they are asked for
 
     @staticmethod
@@ -151,19 +153,22 @@ class Tokenizer:
         """
         if chat_template is None and not self.has_chat_template:
             raise RequestError("this model has no chat template; use generate(), or pass chat_template=.")
+        variables = dict(options or {})
         try:
-            text: str = self.hf.apply_chat_template(
-                [dict(message) for message in messages],
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **(options or {}),
-            )
+            template = self._template(chat_template, variables.get("tools"))
+            text = template.render(messages, variables, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise RequestError(
                 f"the chat template refused the messages ({error}); check roles and contents."
             ) from error
         return text
+
+    def _template(self, chat_template: str | None, tools: Any) -> ChatTemplate:
+        """The template of that source or name, else the folder's, which may have one of its own for tools."""
+        source = self.hf.get_chat_template(chat_template, tools=tools)
+        if source not in self._templates:
+            self._templates[source] = ChatTemplate(source, self.hf.apply_chat_template)
+        return self._templates[source]
 
 
 def _pre_tokenizers(pre_tokenizer: Any) -> Iterator[dict[str, Any]]:

@@ -198,7 +198,7 @@ def called(arguments) -> dict:
         ({"role": "user", "content": []}, {"role": "user", "content": ""}),
         (
             {"role": "user", "content": [{"type": "text", "text": "a"}, "b", {"text": "c", "cache": 1}]},
-            {"role": "user", "content": "a\nb\nc"},
+            {"role": "user", "content": [{"type": "text", "text": text} for text in "abc"]},
         ),
         (
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},

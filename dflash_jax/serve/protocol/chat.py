@@ -62,7 +62,9 @@ class ConversationBody(RequestBody):
     add_generation_prompt: bool = Field(True, description="Default: true, but with continue_final_message.")
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
-    reasoning_effort: ReasoningEffort | None = Field(None, description="'none' is enable_thinking=false.")
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="'none' is enable_thinking=false. Others reach the template, under the nearest name it has."
+    )
 
     @model_validator(mode="after")
     def _check_conversation(self) -> ConversationBody:

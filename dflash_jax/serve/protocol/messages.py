@@ -34,8 +34,9 @@ MESSAGES_SCHEMA = {
 def template_messages(messages: Any) -> list[dict[str, Any]]:
     """Messages for the template, with every key that is not null.
 
-    `content` becomes a string: its parts joined by newlines, or empty if there is none. The reasoning of an assistant
-    is given under both `reasoning` and `reasoning_content`. The arguments of tool calls are decoded.
+    `content` becomes a string, empty if there is none; several parts become a list of `{"type": "text", "text": ...}`,
+    which `ChatTemplate` joins where the template reads strings. The reasoning of an assistant is given under both
+    `reasoning` and `reasoning_content`. The arguments of tool calls are decoded.
 
     Raises:
         APIError: 400; there is no message, or one is malformed or of a kind that is not supported.
@@ -63,7 +64,7 @@ def _message(message: Any, path: str) -> dict[str, Any]:
         if not isinstance(kept.get(key, ""), str):
             message_ = f"{path}.{key}={shown(kept[key])} is not allowed: it must be a string."
             raise APIError(message_, param=f"{path}.{key}")
-    reasoning = kept.get("reasoning", kept.get("reasoning_content"))
+    reasoning = kept.get("reasoning") or kept.get("reasoning_content")
     if role == "assistant" and reasoning is not None:
         kept["reasoning"] = kept["reasoning_content"] = reasoning
     calls = kept.pop("tool_calls", None)
@@ -75,13 +76,14 @@ def _message(message: Any, path: str) -> dict[str, Any]:
     return kept
 
 
-def _content(content: Any, path: str) -> str:
+def _content(content: Any, path: str) -> str | list[dict[str, str]]:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "\n".join(_part(part, f"{path}.{i}") for i, part in enumerate(content))
+        texts = [_part(part, f"{path}.{i}") for i, part in enumerate(content)]
+        return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
     raise APIError(f"{path}={shown(content)} is not allowed: it must be a text, or a list of parts.", param=path)
 
 
