@@ -18,6 +18,7 @@ REASONING_PARSERS = ("qwen3",)
 # qwen3_json and qwen3_xml are vLLM's other names of hermes and qwen3_coder.
 TOOL_PARSERS = ("hermes", "qwen3_json", "qwen3_coder", "qwen3_xml")
 THINK, END_THINK = "<think>", "</think>"
+TURN = "<|im_start|>"  # of ChatML; the role, a newline and the text follow
 
 ToolChoice = Literal["none", "auto", "required"]
 
@@ -30,12 +31,22 @@ def make_tool_call_id() -> str:
 def prompt_reasoning(prompt: str) -> bool | None:
     """Whether the answer begins inside reasoning that the chat template has opened.
 
+    The rendered prompt is asked, since templates differ in what they open and when. In ChatML only the begun turn of
+    the assistant counts, and there only reasoning at its beginning: other tags are somebody's text. In other formats
+    the prompt must end with the tag.
+
     False: the template has closed it (`enable_thinking=False`), so parse with `reasoning=None`. None: the prompt has no
     tag, and the model itself may write `<think>`.
     """
-    turn = prompt[prompt.rfind("<|im_start|>") + 1 :]  # tags in earlier messages do not count
-    opened, closed = turn.rfind(THINK), turn.rfind(END_THINK)
-    return None if opened == closed else opened > closed
+    _, has_turns, turn = prompt.rpartition(TURN)
+    if not has_turns:
+        end = prompt.rstrip()
+        return True if end.endswith(THINK) else False if end.endswith(END_THINK) else None
+    role, _, begun = turn.partition("\n")
+    begun = begun.lstrip()
+    if role != "assistant" or not begun.startswith(THINK):
+        return None
+    return END_THINK not in begun
 
 
 class _Region(Enum):
