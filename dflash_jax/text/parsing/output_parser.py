@@ -66,8 +66,10 @@ class OutputParser:
 
     Tool calls leave in pieces: id and name once the arguments have begun, then fragments of checked JSON. A call
     whose arguments are complete is valid, whatever follows it. A call that proves malformed or unfinished before that
-    comes back as the text that it was; if pieces of it had left, they are `retracted`. A call inside the reasoning
-    counts, and the reasoning goes on after it.
+    comes back as the text that it was; if pieces of it had left, they are `retracted`.
+
+    A call inside the reasoning counts. It ends the reasoning, unless `</think>` follows: some models forget the tag,
+    others think on. The text in between is held back until that is decided.
 
     Content beside tool calls is the text without them and without white space at its end; white space alone is not
     content. An answer without tool calls keeps every character.
@@ -111,6 +113,7 @@ class OutputParser:
         self._buffer = ""  # text that was not looked at, or is undecided
         self._space = ""  # white space of the content that is held back, since a tool call may follow
         self._has_content = False
+        self._undecided: list[str] = []  # text behind a call inside the reasoning: reasoning if `</think>` follows
         self._deltas: list[Delta] = []
 
     @property
@@ -135,6 +138,9 @@ class OutputParser:
         else:
             text, self._buffer = self._buffer, ""
         self._text(text)
+        if self._region is _Region.REASONING:  # it ended with the first call, if there is one
+            self._region = _Region.CONTENT
+            self._text(self._take_undecided())
         if self._space and not self.has_tool_calls:
             self._emit(Delta(content=self._space))
         self._space = ""
@@ -159,6 +165,7 @@ class OutputParser:
         self._text(self._buffer[:at])
         self._buffer = self._buffer[at + len(tag) :]
         if tag == END_THINK:
+            self._emit(Delta(reasoning=self._take_undecided()))
             self._region = _Region.CONTENT
         elif tag:
             self._open(self._readers[tag], tag)
@@ -212,7 +219,10 @@ class OutputParser:
 
     def _text(self, text: str) -> None:
         if self._region is _Region.REASONING:
-            self._emit(Delta(reasoning=text))
+            if self._calls.complete:
+                self._undecided.append(text)
+            else:
+                self._emit(Delta(reasoning=text))
         elif not self._trims:
             self._emit(Delta(content=text))
         else:
@@ -223,6 +233,11 @@ class OutputParser:
             self._space = text[len(shown) :]
             self._has_content = self._has_content or bool(shown)
             self._emit(Delta(content=shown))
+
+    def _take_undecided(self) -> str:
+        text = "".join(self._undecided)
+        self._undecided.clear()
+        return text
 
     def _emit(self, delta: Delta) -> None:
         if delta.reasoning or delta.content or delta.tool_call:
