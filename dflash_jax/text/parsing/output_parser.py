@@ -128,12 +128,19 @@ class OutputParser:
             pass
         return self._take()
 
-    def finish(self) -> list[Delta]:
-        """End the text; returns the deltas that were held back."""
+    def finish(self, *, is_whole: bool = True) -> list[Delta]:
+        """End the text; returns the deltas that were held back.
+
+        Args:
+            is_whole: whether the model has ended the text. In one that was cut, as by `max_tokens`, a call without its
+                closing tags may lack parameters, and comes back as text.
+        """
         if self._region is _Region.START:
             self._leave_start()
         if self._reading is not None:
             self._reading = None
+            if is_whole:
+                self._calls.end()
             text = self._calls.give_back()
         else:
             text, self._buffer = self._buffer, ""
@@ -264,6 +271,7 @@ class _Calls:
         self._fragments: list[str] = []  # of arguments, which leave together
         self._named = False  # whether pieces of the current call have left
         self._safe = False  # whether the call is complete and only its closing markup is missing
+        self._rest: str | None = None  # what completes the call if the text ends here
         self._emit = emit
         self._new_id = new_id
 
@@ -271,6 +279,7 @@ class _Calls:
         """A reader starts behind this opening tag."""
         self.raw = [tag]
         self._named = self._safe = False
+        self._rest = None
 
     def give_back(self, malformed: bool = False) -> str:
         """The reader has stopped before the end of its format: the text to show in place of the call."""
@@ -278,6 +287,12 @@ class _Calls:
         if self._named:
             self._emit(Delta(tool_call=ToolCallDelta(self._index, retracted=True)))
         return "".join(self.raw) if malformed or not self._safe else ""
+
+    def end(self) -> None:
+        """The text has ended, as the model wanted: complete a call that only lacks closing tags."""
+        if self._rest is not None:
+            self.arguments(self._rest)
+            self.done()
 
     def begin(self) -> None:
         self._safe = False
@@ -296,12 +311,16 @@ class _Calls:
             self._emit(Delta(tool_call=ToolCallDelta(self._index, arguments=fragment)))
         self._fragments.clear()
 
-    def done(self) -> None:
+    def may_end(self, rest: str | None) -> None:
+        self._rest = rest
+
+    def done(self, unread: int = 0) -> None:
         self.flush()
         self.complete += 1
-        self.raw.clear()
+        self.raw = self.raw[len(self.raw) - unread :]
         self._named = False
         self._safe = True
+        self._rest = None
 
 
 def _tool_readers(tools: str, schemas: Iterable[Mapping[str, Any]]) -> dict[str, Reader]:

@@ -34,8 +34,11 @@ class CallWriter(Protocol):
     def arguments(self, fragment: str) -> None:
         """The next fragment of the call's arguments."""
 
-    def done(self) -> None:
-        """The call is complete and valid, whatever follows it."""
+    def may_end(self, rest: str | None) -> None:
+        """Whether the call is complete, with `rest` as its last fragment, if the text ends here; None if it is not."""
+
+    def done(self, unread: int = 0) -> None:
+        """The call is complete and valid, whatever follows it; its last `unread` characters belong to what follows."""
 
 
 def overlap(text: str, tag: str) -> int:
