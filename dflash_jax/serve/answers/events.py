@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from dflash_jax.serve.answers.jobs import Job
 from dflash_jax.serve.engine_link.link_messages import CompletionDelta
-from dflash_jax.text.parsing import END_THINK, Delta, OutputParser
+from dflash_jax.text.parsing import END_THINK, TOOL_CALL, Delta, OutputParser
 from dflash_jax.text.tokenizer import Detokenizer, Tokenizer
+
+LONGEST_TAG = max(len(END_THINK), len(TOOL_CALL))  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class ChatEvents:
         has_ended = completion.finish_reason is not None
         deltas = self._parser.push(completion.text)
         if has_ended:
-            deltas += self._parser.finish()
+            deltas += self._parser.finish(is_whole=completion.finish_reason == "stop")
         if self._reasoning is not None:
             self._reasoning.take(completion, deltas)
             if has_ended:
@@ -87,7 +89,8 @@ class ChatEvents:
 class ReasoningCount:
     """Counts the tokens of a completion up to the end of its reasoning, tags included.
 
-    The end is looked for in the text, since not every vocabulary has a token for it.
+    The end is looked for in the text, since not every vocabulary has a token for it. Reasoning that is never closed
+    ends before the first tool call.
 
     Attributes:
         number: tokens of reasoning so far; 0 while no reasoning has come.
@@ -97,19 +100,28 @@ class ReasoningCount:
         self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=False)
         self._tail = ""
         self._num_tokens = 0
-        self._has_ended = self._has_reasoning = False
+        self._num_before_call = 0  # tokens before the first tool call; until there is one, before the last of its tags
+        self._has_ended = self._has_reasoning = self._has_call = False
 
     @property
     def number(self) -> int:
-        return self._num_tokens if self._has_reasoning else 0
+        if not self._has_reasoning:
+            return 0
+        return self._num_before_call if self._has_call and not self._has_ended else self._num_tokens
 
     def take(self, completion: CompletionDelta, deltas: Sequence[Delta]) -> None:
         """Count the tokens of a delta of the completion; `deltas` are what the parser made of its text."""
         self._has_reasoning |= any(delta.reasoning for delta in deltas)
         for token_id in completion.token_ids if not self._has_ended else ():
-            self._num_tokens += 1
             text = self._tail + self._detokenizer.push(token_id)
+            if TOOL_CALL in text and not self._has_call:
+                self._num_before_call = self._num_tokens
+                text = text.rpartition(TOOL_CALL)[2]
+            self._num_tokens += 1
             if END_THINK in text:
                 self._has_ended = True
-                return
-            self._tail = text[1 - len(END_THINK) :]
+                break
+            self._tail = text[1 - LONGEST_TAG :]
+        for delta in deltas:
+            if delta.tool_call is not None:
+                self._has_call = not delta.tool_call.retracted

@@ -13,11 +13,13 @@ from dflash_jax.text.parsing.output_parser import (
     OutputParser,
     prompt_reasoning,
 )
+from dflash_jax.text.parsing.readers import TOOL_CALL
 
 __all__ = [
     "END_THINK",
     "REASONING_PARSERS",
     "THINK",
+    "TOOL_CALL",
     "TOOL_PARSERS",
     "Delta",
     "OutputParser",
