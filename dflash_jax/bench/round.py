@@ -272,9 +272,10 @@ def _decode_cell(
     sequences = random_sequences(cell.batch_size, cell.context, _max_tokens(args), engine.spec.target.vocab_size)
     rounds = decode(engine, sequences, warmup=args.warmup_rounds, rounds=_rounds(args) - args.warmup_rounds)
     step_ms = _percentiles(rounds.seconds)
-    weights = round_report.weight_bytes(engine)
-    kv = round_report.kv_bytes(engine, cell.batch_size, rounds.context)
-    read = sum(weights.values()) + kv
+    parts = round_report.weight_bytes(engine) | {"kv": round_report.kv_bytes(engine, cell.batch_size, rounds.context)}
+    if engine.spec.target.recurrent_layers:
+        parts["states"] = round_report.state_bytes(engine, cell.batch_size)
+    read = sum(parts.values())
     now.note = "tracing"
     trace = None if args.no_trace else _trace(args, engine, sequences)
     if trace is not None:
@@ -286,7 +287,7 @@ def _decode_cell(
         "tokens_per_round": list(rounds.kept),
         "kv_tokens": round_report.kv_tokens(engine, budget, cell.context),
         "kv_gib": budget / 2**30,
-        "read_gb": {name: size / 1e9 for name, size in {**weights, "kv": kv, "total": read}.items()},
+        "read_gb": {name: size / 1e9 for name, size in {**parts, "total": read}.items()},
         "copy_bandwidth_fraction": bandwidth and read / (step_ms["median"] / 1e3) / bandwidth,
         "prefill_s": rounds.prefill_seconds,
         "compiles": rounds.compiles,

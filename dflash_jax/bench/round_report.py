@@ -13,6 +13,7 @@ from dflash_jax.engine.device.memory import bytes_per_token, capacity_of, free_b
 from dflash_jax.engine.engine import Engine
 from dflash_jax.options import EngineConfig
 from dflash_jax.spec import DecoderConfig, DraftConfig
+from dflash_jax.state.recurrent import row_bytes
 from dflash_jax.weights.formats.fp8 import CONTEXT
 from pallas_kernels.lib.timing import table
 
@@ -54,16 +55,25 @@ def kv_bytes(engine: Engine, batch_size: int, context: float) -> int:
 
 
 def _kv_bytes(model: DecoderConfig, dtype: Any, devices: int, context: float) -> float:
-    tokens = sum(context if mask.window is None else min(context, mask.window) for mask in model.layers)
+    windows = [model.layers[i].window for i in model.attention_layers]
+    tokens = sum(context if window is None else min(context, window) for window in windows)
     return tokens * bytes_per_token(model, dtype, devices) / devices
 
 
+def state_bytes(engine: Engine, batch_size: int) -> int:
+    """Bytes of recurrent states that one device must read in a round, without tapes; it writes as many."""
+    target, mesh = engine.spec.target, engine.mesh
+    if target.gated_delta is None:
+        return 0
+    devices = mesh.size if mesh.share(target.gated_delta.key_heads) else 1
+    return batch_size * row_bytes(target, 0, engine.config.dtype) // devices
+
+
 def kv_tokens(engine: Engine, budget: int, context: int) -> int:
-    """Tokens of sequences of `context` tokens that fit into a budget of bytes on all devices."""
-    spec = engine.spec
-    return (
-        budget * context // capacity_of(spec.target, spec.draft, engine.layout, engine.config).sequence_bytes(context)
-    )
+    """Tokens of sequences of `context` tokens that fit into a budget of bytes on all devices, beside states."""
+    spec, config = engine.spec, engine.config
+    capacity = capacity_of(spec.target, spec.draft, engine.layout, config)
+    return (budget - config.max_num_seqs * capacity.state_bytes) * context // capacity.sequence_bytes(context)
 
 
 def kv_budget(target: Any, draft: DraftConfig | None, config: EngineConfig) -> int:
