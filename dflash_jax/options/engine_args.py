@@ -148,7 +148,7 @@ class EngineArgs:
         server_group=ENGINE,
     )
     state_cache_fraction: float = option(
-        0.2,
+        0.1,
         Number(0, 1, is_whole=False),
         "share of the KV cache's memory for snapshots of recurrent states (Gated DeltaNet), with which prompts that "
         "begin alike go on; 0 shares nothing",
