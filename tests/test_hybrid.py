@@ -78,6 +78,9 @@ def test_a_hit_restores_states_and_changes_nothing(llm):
             lengths = output.metrics.acceptance_lengths
             assert lengths[:-1] == case["acceptance_lengths"][: len(lengths) - 1]
     assert cached_tokens(again) == [(len(case["input_ids"]) - 1) // 16 * 16 for case in CASES]
+    stats = llm.engine.stats
+    assert stats.num_snapshot_hits == 3  # two prompts are shorter than a page
+    assert stats.num_snapshots_taken > stats.num_snapshots > 0  # longer ones have replaced shorter ones
     salted = llm.generate([p | {"cache_salt": "tenant"} for p in PROMPTS], greedy(80))
     assert (tokens_of(salted), cached_tokens(salted)) == (EXPECTED, [0] * len(CASES))
     assert_empty(llm.engine)

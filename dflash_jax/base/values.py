@@ -234,6 +234,10 @@ class EngineStats:
         kv_cache_usage: share of the KV cache's pages that sequences own, in [0, 1].
         num_prefix_queries: prompt tokens that were looked up in the prefix cache.
         num_prefix_hits: prompt tokens that the prefix cache had.
+        num_snapshots: snapshots of recurrent states that prefix hits can restore now.
+        num_snapshots_taken: snapshots that were taken.
+        num_snapshot_hits: snapshots that were restored.
+        num_snapshots_evicted: snapshots that made room for others.
         num_preemptions: times that a sequence gave its pages back and was computed again.
         num_compiles: programs compiled since the engine was ready.
         num_prompt_tokens: prompt tokens of admitted requests.
@@ -249,6 +253,10 @@ class EngineStats:
     kv_cache_usage: float = 0.0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
+    num_snapshots: int = 0
+    num_snapshots_taken: int = 0
+    num_snapshot_hits: int = 0
+    num_snapshots_evicted: int = 0
     num_preemptions: int = 0
     num_compiles: int = 0
     num_prompt_tokens: int = 0

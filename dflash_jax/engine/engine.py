@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import jax
-import numpy as np
 
 from dflash_jax.base.errors import QueueFullError
 from dflash_jax.base.values import EngineStats
@@ -24,7 +23,15 @@ from dflash_jax.engine.device.shapes import Load, Shapes, StepShape
 from dflash_jax.engine.device.slots import Emitted, StepSpec, Tables
 from dflash_jax.engine.host.adaptive import BlockLengths, RoundClock
 from dflash_jax.engine.host.in_flight import InFlight, ScoreInFlight
-from dflash_jax.engine.host.inputs import chunk_of, masks_of, mode_of_all, slots_of, tables_of
+from dflash_jax.engine.host.inputs import (
+    chunk_of,
+    deferred_of,
+    following_of,
+    masks_of,
+    mode_of_all,
+    slots_of,
+    tables_of,
+)
 from dflash_jax.engine.host.outputs import EmissionCounts, stats_of, take_emitted, take_prompt_logprobs
 from dflash_jax.engine.host.scheduler import Running, Scheduler
 from dflash_jax.engine.host.sequence import Sequence
@@ -160,7 +167,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """The current load, and counts since the start."""
-        return stats_of(self.scheduler, self._emissions, self.num_compiles)
+        return stats_of(self.scheduler, self.snapshots, self._emissions, self.num_compiles)
 
     def step(self) -> list[Sequence]:
         """Enqueue a chunk of prompts and a round, then read every step in flight but that round.
@@ -254,9 +261,8 @@ class Engine:
         last, before = self.runner.prefill(chunk)
         self._follows_prefill = True
         if first.sequence.wants_prompt_logprobs:
-            following = first.text[first.prefilled + 1 : first.prefilled + 1 + width]
-            padded = np.array([[*following, *[0] * (width - len(following))]], np.int32)
-            self._push(ScoreInFlight(first, first.prefilled, self.runner.score(chunk, before, padded)))
+            scored = self.runner.score(chunk, before, following_of(first, width))
+            self._push(ScoreInFlight(first, first.prefilled, scored))
         for running in planned.running:
             running.prefilled = min(running.prefilled + width, running.chunk_end)
             self.scheduler.remember(running)
@@ -304,7 +310,9 @@ class Engine:
         num_compiled = compile_counter().count
         is_alone = not self._follows_prefill and not self.runner.is_compiling
         if "catch_up" in steps:
-            self._catch_up(rounds, tables(steps["catch_up"]))
+            self.runner.catch_up(tables(steps["catch_up"]), deferred_of(rounds, rows))
+            for running in rounds:
+                running.deferred = 0
         if length == 1 and self.spec.block > 1:  # the round drafts nothing: its features wait
             for running in rounds:
                 running.deferred += 1
@@ -336,14 +344,6 @@ class Engine:
         """Enqueue copies of recurrent states, if there are any."""
         if moves:
             self.runner.copy_states(moves, self.shapes.moves)
-
-    def _catch_up(self, rounds: list[Running], tables: Tables) -> None:
-        """Write the drafter's context of the tokens whose features were deferred."""
-        deferred = np.zeros(len(tables.packed), np.int32)
-        deferred[: len(rounds)] = [r.deferred for r in rounds]
-        self.runner.catch_up(tables, deferred)
-        for running in rounds:
-            running.deferred = 0
 
     def _commit(self, running: Seq[Running | None], rows: int, hidden: jax.Array, block: jax.Array | None) -> Emitted:
         """Sample the tokens that follow `hidden` [B, T, D], and emit them; rows without a sequence take no part."""

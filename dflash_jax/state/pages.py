@@ -22,10 +22,15 @@ class IntegrityError(RuntimeError):
 
 
 class PagePool:
-    """The pages of one group."""
+    """The pages of one group.
+
+    Attributes:
+        num_pages: how many there are.
+        num_evicted: pages of known content that were taken for other content.
+    """
 
     def __init__(self, num_pages: int):
-        self.num_pages = num_pages
+        self.num_pages, self.num_evicted = num_pages, 0
         self._owners: Counter[int] = Counter()
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))  # oldest first
         self._page_of: dict[PageHash, int] = {}
@@ -36,6 +41,11 @@ class PagePool:
         """Pages that nobody owns, those with known content included."""
         return len(self._free)
 
+    @property
+    def num_known(self) -> int:
+        """Pages whose content is known, owned or not."""
+        return len(self._hash_of)
+
     def take(self, number: int) -> list[int]:
         """Own that many pages of unknown content, those free for longest first.
 
@@ -45,6 +55,7 @@ class PagePool:
         pages = []
         for _ in range(number):
             page, _ = self._free.popitem(last=False)
+            self.num_evicted += page in self._hash_of
             self._forget(page)
             self._owners[page] = 1
             pages.append(page)

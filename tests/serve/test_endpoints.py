@@ -197,9 +197,9 @@ def test_metrics_have_the_names_that_dashboards_read(live):
     counters = (
         "prefix_cache_queries prefix_cache_hits num_preemptions prompt_tokens generation_tokens spec_decode_num_drafts "
         "spec_decode_num_draft_tokens spec_decode_num_accepted_tokens spec_decode_num_accepted_tokens_per_pos "
-        "request_success"
+        "request_success state_snapshots_taken state_snapshot_hits state_snapshots_evicted"
     )
-    gauges = "num_requests_running num_requests_waiting kv_cache_usage_perc"
+    gauges = "num_requests_running num_requests_waiting kv_cache_usage_perc state_snapshots"
     histograms = (
         "time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds "
         "e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds "

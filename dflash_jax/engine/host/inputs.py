@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import UInt32
+from jaxtyping import Int, UInt32
 
 from dflash_jax.engine.device.controls import bits_of
 from dflash_jax.engine.device.shapes import Load
@@ -168,6 +168,21 @@ def masks_of(
             batch.append((sequence.constraint, allowed[row], drafts[row, 1:length].tolist()))
     fill_masks(batch)
     return allowed
+
+
+def deferred_of(running: Seq[Running], rows: int) -> Int[np.ndarray, " B"]:
+    """How many of the newest tokens of each row's sequence have deferred features."""
+    deferred = np.zeros(rows, np.int32)
+    deferred[: len(running)] = [r.deferred for r in running]
+    return deferred
+
+
+def following_of(running: Running, width: int) -> Int[np.ndarray, "1 T"]:
+    """The token behind each of the next `width` tokens of a prompt; 0 behind its end."""
+    following = np.zeros((1, width), np.int32)
+    tokens = running.text[running.prefilled + 1 : running.prefilled + 1 + width]
+    following[0, : len(tokens)] = tokens
+    return following
 
 
 def chunk_of(pending: list[Running], rows: int, width: int, tables: Tables) -> Chunk:

@@ -9,6 +9,7 @@ from dflash_jax.base.values import EngineStats, Logprob
 from dflash_jax.engine.device.slots import Emitted, Logprobs
 from dflash_jax.engine.host.scheduler import Scheduler
 from dflash_jax.engine.host.sequence import Sequence, TokenLogprobs
+from dflash_jax.engine.host.snapshots import Snapshots
 
 
 @dataclass
@@ -39,7 +40,7 @@ class EmissionCounts:
         return tuple(accumulate(reversed(self.rounds_by_accepted[1:])))[::-1]
 
 
-def stats_of(scheduler: Scheduler, emissions: EmissionCounts, num_compiles: int) -> EngineStats:
+def stats_of(scheduler: Scheduler, snapshots: Snapshots, emissions: EmissionCounts, num_compiles: int) -> EngineStats:
     """The current load of an engine, and counts since its start."""
     accepted = emissions.num_accepted_tokens_per_pos
     return EngineStats(
@@ -48,6 +49,10 @@ def stats_of(scheduler: Scheduler, emissions: EmissionCounts, num_compiles: int)
         kv_cache_usage=scheduler.usage,
         num_prefix_queries=scheduler.num_prefix_queries,
         num_prefix_hits=scheduler.num_prefix_hits,
+        num_snapshots=snapshots.num_kept,
+        num_snapshots_taken=snapshots.num_taken,
+        num_snapshot_hits=snapshots.num_hits,
+        num_snapshots_evicted=snapshots.num_evicted,
         num_preemptions=scheduler.num_preemptions,
         num_compiles=num_compiles,
         num_prompt_tokens=scheduler.num_prompt_tokens,

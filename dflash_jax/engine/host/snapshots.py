@@ -34,6 +34,7 @@ class Snapshots:
 
     def __init__(self, scheduler: Scheduler, num_slots: int):
         self._scheduler, self._num_slots = scheduler, num_slots
+        self.num_taken = self.num_hits = 0
         layout = scheduler.layout
         self._page_size, self._block = layout.page_size, layout.block
         # A round crosses at most one boundary of an answer.
@@ -53,6 +54,7 @@ class Snapshots:
         if running.prefilled == 0:
             return []
         (unit,) = pool.known([self._hash(running, running.prefilled)])
+        self.num_hits += 1
         pool.share([unit])
         pool.give_back([unit])  # the most recently used now
         return [Move(self._num_slots + unit, running.slot, running.prefilled)]
@@ -98,6 +100,16 @@ class Snapshots:
             pool.forget([unit for page_hash in hashes for unit in pool.known([page_hash])])
 
     @property
+    def num_kept(self) -> int:
+        """Snapshots that prefix hits can restore."""
+        return 0 if self._pool is None else self._pool.num_known
+
+    @property
+    def num_evicted(self) -> int:
+        """Snapshots that made room for others."""
+        return 0 if self._pool is None else self._pool.num_evicted
+
+    @property
     def _pool(self) -> PagePool | None:
         index = self._scheduler.layout.snapshots
         return None if index is None else self._scheduler.pools[index]
@@ -126,6 +138,7 @@ class Snapshots:
         """Let others find the snapshot in the owned unit, and stop owning it."""
         pool, ids = self._pool, self._ids(running)
         assert pool is not None
+        self.num_taken += 1
         pool.remember(ids[0], self._hash(running, length))
         pool.give_back([ids.pop()])
 

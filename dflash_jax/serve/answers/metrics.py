@@ -26,11 +26,15 @@ COMPLETIONS = (1, 2, 5, 10, 20)
 GAUGES = {
     "num_requests_running": ("num_running", "Sequences that run."),
     "num_requests_waiting": ("num_waiting", "Sequences that wait."),
+    "state_snapshots": ("num_snapshots", "Snapshots of recurrent states that prefix hits can restore."),
     "kv_cache_usage_perc": ("kv_cache_usage", "Share of the KV cache's pages in use, 1 is all."),
 }
 COUNTERS = {
     "prefix_cache_queries": ("num_prefix_queries", "Tokens of prompts looked up in the prefix cache."),
     "prefix_cache_hits": ("num_prefix_hits", "Tokens of prompts that the prefix cache had."),
+    "state_snapshots_taken": ("num_snapshots_taken", "Snapshots of recurrent states that were taken."),
+    "state_snapshot_hits": ("num_snapshot_hits", "Snapshots of recurrent states that were restored."),
+    "state_snapshots_evicted": ("num_snapshots_evicted", "Snapshots of recurrent states that made room for others."),
     "num_preemptions": ("num_preemptions", "Times a sequence gave its pages back and was computed again."),
     "num_compiles": ("num_compiles", "Programs compiled while the engine served."),
     "prompt_tokens": ("num_prompt_tokens", "Tokens of prompts."),
