@@ -23,11 +23,10 @@ from dflash_jax.spec import (
     DraftConfig,
     LayerMask,
     TargetConfig,
-    check_draft_fits,
-    draft_config,
     read_json,
     target_config,
 )
+from dflash_jax.weights.drafter import read_draft_config
 from dflash_jax.weights.folder import resolve_folders
 from dflash_jax.weights.tables import sizes
 from pallas_kernels.add_norm import ADD_NORM
@@ -164,12 +163,7 @@ def read_configs(model: str | None, draft_model: str | None) -> tuple[TargetConf
     """
     folder, draft_folder = resolve_folders(model, draft_model)
     target = target_config(read_json(folder / "config.json"), str(folder / "config.json"))
-    if draft_folder is None:
-        return target, None
-    path = draft_folder / "config.json"
-    draft = draft_config(read_json(path), str(path), num_target_layers=target.num_hidden_layers)
-    check_draft_fits(target, draft, str(path))
-    return target, draft
+    return target, None if draft_folder is None else read_draft_config(draft_folder, target)
 
 
 def steps_of(args: argparse.Namespace, device: Device) -> Iterator[Step]:

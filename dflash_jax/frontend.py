@@ -22,9 +22,10 @@ from dflash_jax.engine.host.sequence import Sequence
 from dflash_jax.options import EngineArgs, EngineConfig
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.parallel.platform import enable_compilation_cache
-from dflash_jax.spec import DraftConfig, Fields, TargetConfig, check_draft_fits, draft_config, read_json, target_config
+from dflash_jax.spec import DraftConfig, Fields, TargetConfig, read_json, target_config
 from dflash_jax.text.renderer import Renderer
 from dflash_jax.text.tokenizer import Tokenizer
+from dflash_jax.weights.drafter import read_draft_config
 from dflash_jax.weights.folder import resolve_folder, resolve_folders
 from dflash_jax.weights.loader import load_kv_scales, load_params
 
@@ -151,7 +152,7 @@ def load_other_draft(draft_model: str | Path, engine: Engine) -> Model:
     """
     folder = resolve_folder(draft_model)
     target = Model(engine.spec.target, engine.runner.params[0], None)
-    draft = _read_draft_config(folder, engine.spec.target)
+    draft = read_draft_config(folder, engine.spec.target)
     if draft != engine.spec.draft:
         raise ConfigError(f"{folder}: its configuration is not that of the drafter in use; load it with a new LLM.")
     return _load_draft(folder, draft, target, engine.config, engine.runner.mesh)
@@ -169,14 +170,7 @@ def _read_configs(folder: Path, draft_folder: Path | None) -> tuple[TargetConfig
     """Read both configurations, and check them against each other before any tensor is loaded."""
     path = folder / "config.json"
     target = target_config(read_json(path), str(path))
-    return target, None if draft_folder is None else _read_draft_config(draft_folder, target)
-
-
-def _read_draft_config(folder: Path, target: TargetConfig) -> DraftConfig:
-    path = folder / "config.json"
-    draft = draft_config(read_json(path), str(path), num_target_layers=target.num_hidden_layers)
-    check_draft_fits(target, draft, str(path))
-    return draft
+    return target, None if draft_folder is None else read_draft_config(draft_folder, target)
 
 
 def _eos_token_ids(

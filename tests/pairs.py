@@ -101,12 +101,19 @@ def random_tensors(config: TargetConfig | DraftConfig, seed: int, scale: float =
     return tensors
 
 
+def draft_config_of(raw: dict) -> DraftConfig:
+    """Read a drafter's configuration; one that names no taps gets as many as it has layers."""
+    names_taps = "aux_hidden_state_layer_ids" in raw or "target_layer_ids" in raw.get("dflash_config", {})
+    features = None if names_taps else raw["num_hidden_layers"] * raw["hidden_size"]
+    return draft_config(raw, num_target_layers=TARGET["num_hidden_layers"], fc_inputs=features)
+
+
 def write_model(folder: Path, raw: dict, seed: int, scale: float = 0.25) -> Path:
     """Write a random target or drafter; the tensors follow the raw config's own reading."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
     is_draft = raw.get("speculators_model_type") or raw["architectures"][0].startswith("DFlash")
-    config = draft_config(raw, num_target_layers=TARGET["num_hidden_layers"]) if is_draft else target_config(raw)
+    config = draft_config_of(raw) if is_draft else target_config(raw)
     save_file(random_tensors(config, seed, scale), folder / "model.safetensors")
     return folder
 

@@ -197,11 +197,31 @@ def test_number_of_taps_may_differ_from_layers():
     assert draft_config(raw).target_layer_ids == (0, 2, 4)
 
 
-def test_default_taps_of_a_file_that_names_none():
+def test_default_taps_are_counted_by_what_fc_takes():
+    """Not by the layers of the drafter, which newer ones have fewer of than taps."""
     raw = without(draft(dflash_config={"target_layer_ids": None}), "num_target_layers")
-    assert draft_config(raw, num_target_layers=8).target_layer_ids == (1, 5)
-    with pytest.raises(ConfigError, match="target_layer_ids"):
-        draft_config(raw)
+    for features, ids in ((1, (4,)), (2, (1, 5)), (3, (1, 3, 5))):
+        assert draft_config(raw, num_target_layers=8, fc_inputs=32 * features).target_layer_ids == ids
+    with pytest.raises(ConfigError, match=r"set dflash_config\.target_layer_ids"):
+        draft_config(raw, num_target_layers=8)
+    with pytest.raises(ConfigError, match=r"set dflash_config\.target_layer_ids"):
+        draft_config(raw, fc_inputs=64)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        (96, ["target_layer_ids names 2 tap layers", "the features of 3"]),
+        (65, ["takes 65 inputs", "target_hidden_size=32"]),
+        (0, ["takes 0 inputs"]),
+    ],
+)
+def test_taps_that_fc_contradicts(inputs, words):
+    assert draft_config(draft(), fc_inputs=64) == draft_config(draft())
+    with pytest.raises(ConfigError) as error:
+        draft_config(draft(), "some/config.json", fc_inputs=inputs)
+    for word in ["some/config.json", *words]:
+        assert word in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"])
@@ -253,13 +273,13 @@ def test_speculators_reduced_vocabulary():
         (draft(dflash_config={"mask_token_id": None}), ["mask_token_id"]),
         (draft(architectures=["DFlash2DraftModel"]), ["DFlash2DraftModel", "DFlashDraftModel"]),
         (draft(dflash_config={"projector_type": "domino"}), ["domino"]),
-        (draft(final_logit_softcapping=30.0), ["final_logit_softcapping"]),
+        (draft(final_logit_softcapping=30.0), ["final_logit_softcapping=30.0"]),
         (draft(dflash_config={"target_layer_ids": []}), ["target_layer_ids"]),
         (draft(is_causal="no"), ["is_causal='no'", "true or false"]),
         (draft(dflash_config={"causal": "false"}), ["causal='false'", "true or false"]),
         (draft(draft_vocab_size="x"), ["draft_vocab_size='x'"]),
         (draft(draft_vocab_size=62), ["draft_vocab_size=62", "61"]),
-        (draft(num_target_layers="x", dflash_config={"target_layer_ids": None}), ["num_target_layers='x'"]),
+        (draft(block_size=6, dflash_config={"block_size": 8}), ["block_size=6", "dflash_config has 8"]),
         (speculators(speculators_model_type="eagle3"), ["eagle3", "dflash"]),
         (without(speculators(), "transformer_layer_config"), ["transformer_layer_config"]),
     ],

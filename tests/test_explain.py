@@ -15,6 +15,7 @@ from dflash_jax.engine.device.acceptance import accepted
 from dflash_jax.engine.device.slots import DEFERRED, Caches, FlatParams, Slots, StepSpec, Tables
 from dflash_jax.engine.device.steps import greedy_round
 from dflash_jax.parallel.mesh import Mesh
+from dflash_jax.spec import draft_config, target_config
 from dflash_jax.state.paged_kv import PagedKVCache, Place
 from dflash_jax.weights.formats.fp8 import quantize_draft
 from dflash_jax.weights.tables import build, checkpoint_table, parameters_of
@@ -91,7 +92,7 @@ def picked_by_a_round(monkeypatch, step, kv_dtype):
     monkeypatch.setattr(Operation, "pick", pick)
     monkeypatch.setattr(_compat, "compute_capability", lambda: H100.generation)
     struct, pages = jax.ShapeDtypeStruct, -(-step.context // step.page_size)
-    target, draft = explain.target_config(TARGET), explain.draft_config(DRAFT, num_target_layers=2)
+    target, draft = target_config(TARGET), draft_config(DRAFT)
     params = [
         build(parameters_of(checkpoint_table(config), config), lambda parameter: struct(parameter.shape, jnp.bfloat16))
         for config in (target, draft)

@@ -6,11 +6,22 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from dflash_jax.base.errors import ConfigError
+from dflash_jax.base.errors import CheckpointError, ConfigError
 from dflash_jax.models.rope import inverse_frequencies, rope_tables
-from dflash_jax.spec import FullAttention, GatedDelta, LayerSpec, RopeConfig, target_config
+from dflash_jax.spec import (
+    FullAttention,
+    GatedDelta,
+    LayerSpec,
+    RopeConfig,
+    check_draft_fits,
+    draft_config,
+    read_json,
+    target_config,
+)
 from dflash_jax.spec.hybrid import text_raw_config
+from dflash_jax.weights.drafter import read_draft_config
 from tests.pairs import GOLDEN, HYBRID, TARGET
 
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
@@ -189,3 +200,118 @@ def test_published_layout(name, mixer, attention, block):
     assert config.attention_layers == attention
     assert config.rope == RopeConfig(theta=1e4, partial_rotary_factor=0.25)
     assert config.weight_block_size == block
+
+
+# --- drafters
+
+# The text fields of z-lab's drafters of Qwen3.6-27B: the first generation, and the retrained one.
+FIRST_GENERATION = {
+    "architectures": ["DFlashDraftModel"],
+    "vocab_size": 248320,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e7,
+    "rope_scaling": None,
+    "layer_types": [SLIDING] * 4 + [FULL],
+    "use_sliding_window": True,
+    "sliding_window": 2048,
+    "max_window_layers": 5,
+    "num_target_layers": 64,
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 16, 31, 46, 61]},
+}
+SECOND_GENERATION = {name: value for name, value in FIRST_GENERATION.items() if name != "block_size"} | {
+    "num_hidden_layers": 6,
+    "rope_theta": None,
+    "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"},
+    "layer_types": [SLIDING] * 5 + [FULL],
+    "sliding_window": 4096,
+    "max_window_layers": 6,
+    "dflash_config": {
+        "mask_token_id": 248077,
+        "target_layer_ids": [1, 10, 18, 27, 35, 44, 52, 61],
+        "block_size": 16,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "window", "taps", "mask"),
+    [(FIRST_GENERATION, 2048, 5, 248070), (SECOND_GENERATION, 4096, 8, 248077)],
+    ids=["first", "second"],
+)
+def test_both_generations_of_published_drafters(raw, window, taps, mask):
+    config = draft_config(raw, fc_inputs=taps * 5120)
+    layers = raw["num_hidden_layers"]
+    causal, full = LayerSpec.attention(window, causal=True), LayerSpec.attention(None, causal=False)
+    assert config.layers == (causal,) * (layers - 1) + (full,)
+    assert (config.block_size, config.mask_token_id, len(config.target_layer_ids)) == (16, mask, taps)
+    assert config.rope == RopeConfig(theta=1e7)  # over the whole head, unlike the target's
+    assert not config.zero_centered_norms
+    unnamed = raw | {"dflash_config": {**raw["dflash_config"], "target_layer_ids": None}}
+    assert draft_config(unnamed, fc_inputs=taps * 5120) == config
+
+
+def test_the_mask_may_be_a_padded_row():
+    """248077 is no token of the tokenizer, but a row of the embedding."""
+    sizes = {"hidden_size": 5120, "vocab_size": 248320, "num_hidden_layers": 64}
+    target = target_config(hybrid(layer_types=None, **sizes))
+    check_draft_fits(target, draft_config(SECOND_GENERATION), "draft")
+    beyond = SECOND_GENERATION | {"dflash_config": SECOND_GENERATION["dflash_config"] | {"mask_token_id": 248320}}
+    with pytest.raises(ConfigError, match=r"mask_token_id=248320 but the target has 248320 tokens"):
+        check_draft_fits(target, draft_config(beyond), "draft")
+
+
+@pytest.mark.parametrize("place", ["top", "dflash_config"])
+@pytest.mark.parametrize(
+    ("name", "value", "neutral"),
+    [
+        ("fc_layernorm", True, False),
+        ("sample_from_anchor", True, False),
+        ("projector_type", "mlp", "dflash"),
+        ("input_embedding_scale", 45.0, 1.0),
+        ("output_multiplier", 0.5, 1.0),
+        ("final_logit_softcapping", 30.0, 0.0),
+        ("conv_kernel_size", 2, None),
+        ("conv_group_size", 16, None),
+        ("selector_rank", 256, None),
+        ("selector_top_k", 16, None),
+    ],
+)
+def test_flags_of_other_families_are_refused_by_name(name, value, neutral, place):
+    def flagged(value):
+        if place == "top":
+            return FIRST_GENERATION | {name: value}
+        return FIRST_GENERATION | {"dflash_config": FIRST_GENERATION["dflash_config"] | {name: value}}
+
+    assert draft_config(flagged(neutral)) == draft_config(FIRST_GENERATION)
+    with pytest.raises(ConfigError, match=f"{name}={value!r} is not supported"):
+        draft_config(flagged(value))
+
+
+def test_the_drafter_of_a_folder_is_compared_with_its_weights(tmp_path):
+    """A golden drafter has four taps and three layers."""
+    source = GOLDEN / "q35_dense"
+    target = target_config(read_json(source / "target" / "config.json"))
+    assert read_draft_config(source / "draft", target).target_layer_ids == (1, 3, 4, 6)
+    raw = read_json(source / "draft" / "config.json")
+    (tmp_path / "model.safetensors").write_bytes((source / "draft" / "model.safetensors").read_bytes())
+
+    def read(**dflash):
+        changed = raw | {"dflash_config": raw["dflash_config"] | dflash}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        return read_draft_config(tmp_path, target)
+
+    assert read(target_layer_ids=None).target_layer_ids == (1, 2, 4, 5)
+    with pytest.raises(ConfigError, match="names 3 tap layers, but the weight fc takes the features of 4"):
+        read(target_layer_ids=[1, 3, 4])
+    (tmp_path / "model.safetensors").unlink()
+    assert read(target_layer_ids=[1, 3, 4]).target_layer_ids == (1, 3, 4)
+    save_file({"fc.weight": np.zeros(256, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'fc\.weight' of shape \[256\] is no matrix"):
+        read()

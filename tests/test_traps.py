@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import frontend
 from dflash_jax.engine.device import steps
 from dflash_jax.engine.device.slots import DEFERRED, Slots
 from dflash_jax.engine.programs.store import programs
 from dflash_jax.models.drafters.dflash import DraftModel
 from dflash_jax.spec import LayerSpec
+from dflash_jax.weights import drafter
 from pallas_kernels.lib.norm import rms_norm
 from tests.pairs import choose_lengths, empty_cache, golden_cases, golden_llm, greedy, prompt, tokens_of
 
@@ -52,8 +52,8 @@ def patch_draft(monkeypatch, change):
 
 def patch_config(monkeypatch, change):
     """The drafter's configuration is read as `change(config)` instead."""
-    original = frontend.draft_config
-    monkeypatch.setattr(frontend, "draft_config", lambda *args, **options: change(original(*args, **options)))
+    original = drafter.draft_config
+    monkeypatch.setattr(drafter, "draft_config", lambda *args, **options: change(original(*args, **options)))
 
 
 def patch_masks(monkeypatch, change):

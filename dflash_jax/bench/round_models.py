@@ -15,8 +15,9 @@ from jax.typing import DTypeLike
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import DraftConfig, TargetConfig, draft_config, target_config
-from dflash_jax.spec.draft import check_draft_fits
+from dflash_jax.spec.draft import check_draft_fits, default_target_layer_ids
 from dflash_jax.spec.fields import read_json
+from dflash_jax.weights.drafter import read_draft_config
 from dflash_jax.weights.initial import initializer
 from dflash_jax.weights.loader import Params
 from dflash_jax.weights.tables import Parameter, build, checkpoint_table, parameters_of
@@ -74,7 +75,10 @@ def drafter_of(target: dict[str, Any], *, sliding_window: int | None = None) -> 
         "num_hidden_layers": layers,
         "num_target_layers": target["num_hidden_layers"],
         "block_size": DRAFT_BLOCK if is_large else DRAFT_BLOCK // 4,
-        "dflash_config": {"mask_token_id": DRAFT_MASK if is_large else target["vocab_size"] - 1},
+        "dflash_config": {
+            "mask_token_id": DRAFT_MASK if is_large else target["vocab_size"] - 1,
+            "target_layer_ids": list(default_target_layer_ids(target["num_hidden_layers"], layers)),
+        },
     }
     if sliding_window is None:
         return raw
@@ -109,13 +113,10 @@ def configs_of(
         )
     target, draft_where = target_config(raw, where), f"the drafter of {model}"
     if draft_model is None:
-        draft_raw = drafter_of(raw, sliding_window=sliding_window)
-    else:
-        draft_where = str(Path(draft_model) / "config.json")
-        draft_raw = read_json(Path(draft_where))
-    draft = draft_config(draft_raw, draft_where, num_target_layers=target.num_hidden_layers)
-    check_draft_fits(target, draft, draft_where)
-    return target, draft
+        draft = draft_config(drafter_of(raw, sliding_window=sliding_window), draft_where)
+        check_draft_fits(target, draft, draft_where)
+        return target, draft
+    return target, read_draft_config(Path(draft_model), target)
 
 
 def random_params(config: TargetConfig | DraftConfig, dtype: DTypeLike, mesh: Mesh, seed: int) -> Params:

@@ -13,20 +13,33 @@ from dflash_jax.spec.target import architecture_of, decoder_fields, layer_window
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
 
-# Fields of other drafter families that change the computation: refused if set, never ignored.
-UNSUPPORTED_FIELDS = (
-    "attention_sink_bias",
-    "attention_value_scale",
-    "final_logit_softcapping",
-    "input_embedding_scale",
-    "output_multiplier",
-    "sample_from_anchor",
-    "shift_label",
-)
+# Fields of other drafter families that change the computation, with the value that changes nothing: refused if set to
+# another one, never ignored.
+UNSUPPORTED_FIELDS = {
+    "attention_sink_bias": False,
+    "attention_value_scale": 1.0,
+    "conv_group_size": 0,  # DFlash2
+    "conv_kernel_size": 0,
+    "dspark_draft_topk": 0,
+    "fc_layernorm": False,
+    "final_logit_softcapping": 0.0,
+    "input_embedding_scale": 1.0,
+    "logit_scale": 1.0,
+    "output_multiplier": 1.0,
+    "projector_type": "dflash",
+    "sample_from_anchor": False,  # DSpark
+    "selector_rank": 0,  # DFlash2
+    "selector_top_k": 0,
+    "shift_label": False,
+}
 
 
 def draft_config(
-    raw: Mapping[str, Any], where: str = "config.json", *, num_target_layers: int | None = None
+    raw: Mapping[str, Any],
+    where: str = "config.json",
+    *,
+    num_target_layers: int | None = None,
+    fc_inputs: int | None = None,
 ) -> DraftConfig:
     """Read a drafter's `config.json`, native or in the speculators format.
 
@@ -34,6 +47,8 @@ def draft_config(
         raw: the parsed file.
         where: the file's name in errors.
         num_target_layers: layers of the target; used for the default capture layers if the file has no such number.
+        fc_inputs: columns of the weight `fc`, which takes the features of all capture layers; None if it is not known.
+            It says how many capture layers there are; a file that names none needs it.
 
     Raises:
         ConfigError: unknown architecture, missing field or impossible value.
@@ -43,24 +58,26 @@ def draft_config(
     fields = Fields(_from_speculators(raw, where), where)
     architecture_of(fields, ARCHITECTURES)
     dflash = fields.sub("dflash_config")
-    for name in UNSUPPORTED_FIELDS:
-        if fields.get(name) or dflash.get(name):
-            raise fields.error(f"{name} is set, and this drafter family is not supported; use a plain DFlash drafter.")
-    projector = fields.get("projector_type") or dflash.get("projector_type", "dflash")
-    if projector != "dflash":
-        raise fields.error(f"projector_type={projector!r} is not supported; use a plain DFlash drafter.")
+    for name, neutral in UNSUPPORTED_FIELDS.items():
+        for source in (fields, dflash):
+            value = source.get(name, neutral)
+            if value != neutral:
+                raise source.error(f"{name}={value!r} is not supported; use a plain DFlash drafter.")
     mask_token_id = dflash.get("mask_token_id", fields.get("mask_token_id"))
     if mask_token_id is None:
         raise fields.error("no mask token: set dflash_config.mask_token_id.")
     if not is_int(mask_token_id) or mask_token_id < 0:
         raise fields.error(f"mask_token_id={mask_token_id!r} must be a token id of at least 0.")
-    block_size = Fields({"block_size": fields.get("block_size", dflash.get("block_size"))}, where).positive_int(
-        "block_size"
-    )
+    outer, inner = fields.get("block_size"), dflash.get("block_size")
+    if outer is not None and inner not in (None, outer):
+        raise fields.error(f"block_size={outer!r} but dflash_config has {inner!r}; keep one of them.")
+    block_size = Fields({"block_size": inner if outer is None else outer}, where).positive_int("block_size")
     if block_size < 2:
         raise fields.error(f"block_size={block_size} drafts nothing; it must be at least 2 (an anchor and one draft).")
     decoder = decoder_fields(fields, qk_norm=True, default_head_dim=128)
     num_layers = fields.positive_int("num_hidden_layers")
+    target_hidden = fields.positive_int("target_hidden_size", decoder["hidden_size"])
+    num_taps = None if fc_inputs is None else _num_taps(fields, fc_inputs, target_hidden)
     draft_vocab = fields.positive_int("draft_vocab_size", decoder["vocab_size"])
     if draft_vocab > decoder["vocab_size"]:
         raise fields.error(f"draft_vocab_size={draft_vocab} exceeds vocab_size={decoder['vocab_size']}.")
@@ -68,9 +85,9 @@ def draft_config(
         **decoder,
         layers=_draft_layers(fields, dflash, num_layers),
         block_size=block_size,
-        target_layer_ids=_tap_ids(fields, dflash, num_layers, num_target_layers),
+        target_layer_ids=_tap_ids(fields, dflash, num_taps, num_target_layers),
         mask_token_id=mask_token_id,
-        target_hidden_size=fields.positive_int("target_hidden_size", decoder["hidden_size"]),
+        target_hidden_size=target_hidden,
         draft_vocab_size=None if draft_vocab == decoder["vocab_size"] else draft_vocab,
         weight_block_size=weight_block_size(fields),
     )
@@ -123,7 +140,17 @@ def _draft_layers(fields: Fields, dflash: Fields, num_layers: int) -> tuple[Laye
     return tuple(LayerSpec.attention(window, causal=window is not None and sliding_is_causal) for window in windows)
 
 
-def _tap_ids(fields: Fields, dflash: Fields, num_layers: int, num_target_layers: int | None) -> tuple[int, ...]:
+def _num_taps(fields: Fields, fc_inputs: int, target_hidden: int) -> int:
+    """The number of capture layers whose features `fc` takes side by side."""
+    if fc_inputs % target_hidden or not fc_inputs:
+        raise fields.error(
+            f"the weight fc takes {fc_inputs} inputs, which is no multiple of target_hidden_size={target_hidden}; "
+            "check that config.json and the weights belong together."
+        )
+    return fc_inputs // target_hidden
+
+
+def _tap_ids(fields: Fields, dflash: Fields, num_taps: int | None, num_target_layers: int | None) -> tuple[int, ...]:
     """Capture layers as `DraftConfig` has them: id i is the residual stream after target layer i.
 
     `aux_hidden_state_layer_ids` (speculators) and `eagle_aux_hidden_state_layer_ids` (vLLM) count the embedding as 0,
@@ -149,18 +176,24 @@ def _tap_ids(fields: Fields, dflash: Fields, num_layers: int, num_target_layers:
             + "; keep one of them."
         )
     if by_field:
-        return next(iter(by_field.values()))
-    if fields.get("num_target_layers", num_target_layers) is None:
-        raise fields.error("the tap layers are unknown: set dflash_config.target_layer_ids or num_target_layers.")
-    return default_target_layer_ids(fields.positive_int("num_target_layers", num_target_layers), num_layers)
+        name, taps = next(iter(by_field.items()))
+        if num_taps not in (None, len(taps)):
+            raise fields.error(
+                f"{name} names {len(taps)} tap layers, but the weight fc takes the features of {num_taps}; check that "
+                "config.json and the weights belong together."
+            )
+        return taps
+    if num_taps is None or fields.get("num_target_layers", num_target_layers) is None:
+        raise fields.error("the tap layers are unknown: set dflash_config.target_layer_ids.")
+    return default_target_layer_ids(fields.positive_int("num_target_layers", num_target_layers), num_taps)
 
 
-def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
     """Capture layers of a drafter that names none: evenly from the second to the third-to-last target layer."""
-    if num_draft_layers == 1:
+    if num_taps == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4
-    return tuple(round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers))
+    return tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
 
 
 def _from_speculators(raw: Mapping[str, Any], where: str) -> dict[str, Any]:

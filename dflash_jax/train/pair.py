@@ -10,10 +10,11 @@ import jax.numpy as jnp
 
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.progress import announce, phase
-from dflash_jax.spec import DraftConfig, TargetConfig, check_draft_fits, draft_config, read_json, target_config
+from dflash_jax.spec import DraftConfig, TargetConfig, check_draft_fits, read_json, target_config
 from dflash_jax.text.tokenizer import Tokenizer
 from dflash_jax.train.config import MASK_TOKENS, TrainConfig, draft_config_of
 from dflash_jax.train.state import place
+from dflash_jax.weights.drafter import read_draft_config
 from dflash_jax.weights.export import draft_raw_config, save_model
 from dflash_jax.weights.folder import resolve_folder
 from dflash_jax.weights.loader import Params, load_params
@@ -62,11 +63,11 @@ def _load_pair(config: TrainConfig, mesh: jax.sharding.Mesh, folder: Path, draft
     draft_params = None
     if draft_folder is None:
         draft = draft_config_of(config, target, mask_token_of(config, target, folder))
+        check_draft_fits(target, draft, str(path))
     else:
         path = draft_folder / "config.json"
-        draft = draft_config(read_json(path), str(path), num_target_layers=target.num_hidden_layers)
+        draft = read_draft_config(draft_folder, target)
         draft_params = load_params(draft_folder, draft, jnp.float32, where)
-    check_draft_fits(target, draft, str(path))
     if draft.draft_vocab_size is not None:
         raise ConfigError(
             f"{path}: draft_vocab_size={draft.draft_vocab_size}, and heads of drafters are not trained here; use a "
