@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,38 @@ from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import DraftConfig, TargetConfig, draft_config, target_config
 from dflash_jax.spec.draft import check_draft_fits, default_target_layer_ids
 from dflash_jax.spec.fields import read_json
+from dflash_jax.spec.hybrid import ARCHITECTURES as HYBRIDS
+from dflash_jax.spec.hybrid import text_raw_config
 from dflash_jax.weights.drafter import read_draft_config
 from dflash_jax.weights.initial import initializer
 from dflash_jax.weights.loader import Params
 from dflash_jax.weights.tables import Parameter, build, checkpoint_table, parameters_of
 
-DRAFT_LAYERS, DRAFT_BLOCK, DRAFT_MASK = 5, 16, 151_669  # those of z-lab's Qwen3-4B-DFlash-b16 and Qwen3-8B-DFlash-b16
+DRAFT_BLOCK = 16  # of all drafters that z-lab publishes
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What drafters that were published together have in common.
+
+    Attributes:
+        layers: of the drafter.
+        taps: captured layers of the target, spread evenly.
+        mask_token_id: the token that stands for a position to draft.
+        sliding_window: W of all layers but the last, which is full; None makes all layers full.
+    """
+
+    layers: int
+    taps: int
+    mask_token_id: int
+    sliding_window: int | None = None
+
+
+# Sources: the config.json of Qwen3-4B-DFlash-b16 and Qwen3-8B-DFlash-b16, of Qwen3.6-27B-DFlash, and of what came after
+# June 2026 (Qwen3.5-122B-A10B-DFlash). That of Qwen3.5-9B-DFlash was not read; its 1.3 billion parameters fit the last.
+QWEN3 = Generation(layers=5, taps=5, mask_token_id=151_669)
+QWEN3_5 = Generation(layers=5, taps=5, mask_token_id=248_070, sliding_window=2048)
+QWEN3_5_RETRAINED = Generation(layers=6, taps=8, mask_token_id=248_077, sliding_window=4096)
 
 
 def qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int, *, tied: bool) -> dict[str, Any]:
@@ -44,6 +71,42 @@ def qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int, *, 
     }
 
 
+def qwen3_5(
+    hidden_size: int, intermediate_size: int, layers: int, heads: tuple[int, int], value_heads: int, *, tied: bool
+) -> dict[str, Any]:
+    """The same for the language model of a dense Qwen3.5 or Qwen3.6, which has Gated DeltaNet in three of four layers.
+
+    Args:
+        hidden_size: D.
+        intermediate_size: F.
+        layers: L.
+        heads: N and K, of the attention.
+        value_heads: HV.
+        tied: whether the head is the embedding.
+    """
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "vocab_size": 248_320,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "max_position_embeddings": 262_144,
+        "tie_word_embeddings": tied,
+        "dtype": "bfloat16",
+    }
+
+
 TINY = qwen3(64, 128, 4, 4, tied=False) | {
     "vocab_size": 512,
     "num_key_value_heads": 2,
@@ -57,33 +120,64 @@ PRESETS = {
     "qwen3-8b": qwen3(4096, 12_288, 36, 32, tied=False),
     "qwen3-14b": qwen3(5120, 17_408, 40, 40, tied=False),
     "qwen3-32b": qwen3(5120, 25_600, 64, 64, tied=False),
+    "qwen3.5-0.8b": qwen3_5(1024, 3584, 24, (8, 2), 16, tied=True),
+    "qwen3.5-4b": qwen3_5(2560, 9216, 32, (16, 4), 32, tied=True),
+    "qwen3.5-9b": qwen3_5(4096, 12_288, 32, (16, 4), 32, tied=False),
+    "qwen3.6-27b": qwen3_5(5120, 17_408, 64, (24, 4), 48, tied=False),
     "tiny": TINY,  # to try the command on a CPU
 }
 
 
-def drafter_of(target: dict[str, Any], *, sliding_window: int | None = None) -> dict[str, Any]:
-    """The `config.json` of a drafter as z-lab publishes them: layers of the target's shapes with full attention.
+GENERATIONS = {"qwen3.5-0.8b": QWEN3_5_RETRAINED, "qwen3.5-4b": QWEN3_5_RETRAINED, "qwen3.5-9b": QWEN3_5_RETRAINED}
+
+
+DRAFT_FIELDS = (  # those of the target that each drafter has, too
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("rms_norm_eps", "max_position_embeddings", "dtype", "torch_dtype"),
+)
+QWEN3_FIELDS = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("rope_theta", "rope_scaling", "rope_parameters"),
+)
+
+
+def drafter_of(
+    target: Mapping[str, Any], generation: Generation | None = None, *, sliding_window: int | None = None
+) -> dict[str, Any]:
+    """The `config.json` of a drafter as z-lab publishes them.
 
     Args:
-        target: `config.json` of the target.
-        sliding_window: W of all layers but the last; None makes all layers full.
+        target: `config.json` of the target. A drafter of a dense Qwen3 has its heads, one of a hybrid has heads of its
+            own: 32 for queries and 8 for keys and values, of size 128.
+        generation: what else it has; None chooses `QWEN3` or `QWEN3_5`.
+        sliding_window: W of all layers but the last; None is that of the generation.
     """
-    is_large = target["vocab_size"] > DRAFT_MASK
-    layers = min(DRAFT_LAYERS, target["num_hidden_layers"] // 2)
-    raw = target | {
+    text = text_raw_config(target)
+    is_hybrid = target["architectures"][0] in HYBRIDS
+    generation = generation or (QWEN3_5 if is_hybrid else QWEN3)
+    window, deep = sliding_window or generation.sliding_window, text["num_hidden_layers"]
+    is_large = text["vocab_size"] > generation.mask_token_id
+    layers = min(generation.layers, deep // 2)
+    taps = generation.taps if layers == generation.layers else layers
+    raw: dict[str, Any] = {name: text[name] for name in DRAFT_FIELDS if name in text} | {
         "architectures": ["DFlashDraftModel"],
         "num_hidden_layers": layers,
-        "num_target_layers": target["num_hidden_layers"],
+        "num_target_layers": deep,
         "block_size": DRAFT_BLOCK if is_large else DRAFT_BLOCK // 4,
         "dflash_config": {
-            "mask_token_id": DRAFT_MASK if is_large else target["vocab_size"] - 1,
-            "target_layer_ids": list(default_target_layer_ids(target["num_hidden_layers"], layers)),
+            "mask_token_id": generation.mask_token_id if is_large else text["vocab_size"] - 1,
+            "target_layer_ids": list(default_target_layer_ids(deep, taps)),
         },
     }
-    if sliding_window is None:
+    if is_hybrid:
+        raw |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+        raw["rope_theta"] = target_config(target).rope.theta
+    else:
+        raw |= {name: text[name] for name in QWEN3_FIELDS if name in text}
+    if window is None:
         return raw
     kinds = ["sliding_attention"] * (layers - 1) + ["full_attention"]
-    return raw | {"layer_types": kinds, "use_sliding_window": True, "sliding_window": sliding_window}
+    return raw | {"layer_types": kinds, "use_sliding_window": True, "sliding_window": window}
 
 
 def configs_of(
@@ -113,14 +207,15 @@ def configs_of(
         )
     target, draft_where = target_config(raw, where), f"the drafter of {model}"
     if draft_model is None:
-        draft = draft_config(drafter_of(raw, sliding_window=sliding_window), draft_where)
+        draft_raw = drafter_of(raw, GENERATIONS.get(model), sliding_window=sliding_window)
+        draft = draft_config(draft_raw, draft_where)
         check_draft_fits(target, draft, draft_where)
         return target, draft
     return target, read_draft_config(Path(draft_model), target)
 
 
 def random_params(config: TargetConfig | DraftConfig, dtype: DTypeLike, mesh: Mesh, seed: int) -> Params:
-    """Random weights made on their devices: norms are one, matrices come from N(0, 0.02)."""
+    """Random weights made on their devices, from the distributions of a new model (`weights.initial`)."""
     keys = itertools.count()
     programs: dict[tuple[str, tuple[int, ...]], Callable[[jax.Array], jax.Array]] = {}
 
