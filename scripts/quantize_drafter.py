@@ -14,6 +14,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from dflash_jax.spec import draft_config, read_json
+from dflash_jax.weights.drafter import fc_inputs
 from dflash_jax.weights.export import save_model
 from dflash_jax.weights.loader import load_params
 from dflash_jax.weights.safetensors import SINGLE_NAME
@@ -28,7 +29,7 @@ def quantize(source: Path, out: Path) -> int:
     """
     path = source / "config.json"
     raw = read_json(path)
-    config = draft_config(raw, str(path))
+    config = draft_config(raw, str(path), fc_inputs=fc_inputs(source))
     save_model(out, raw, config, load_params(source, config, jnp.float32), "fp8_e4m3")
     return (out / SINGLE_NAME).stat().st_size
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from dflash_jax import frontend
 from dflash_jax.base.errors import CheckpointError, ConfigError
 from dflash_jax.models.rope import inverse_frequencies, rope_tables
 from dflash_jax.spec import (
@@ -200,6 +201,8 @@ def test_published_layout(name, mixer, attention, block):
     assert config.attention_layers == attention
     assert config.rope == RopeConfig(theta=1e4, partial_rotary_factor=0.25)
     assert config.weight_block_size == block
+    generation = read_json(GOLDEN / name / "target" / "generation_config.json")
+    assert frontend._eos_token_ids(generation, config, None) == (2, 1)  # the end of a turn, and of a text
 
 
 # --- drafters

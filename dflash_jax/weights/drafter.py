@@ -20,14 +20,18 @@ def read_draft_config(folder: Path, target: TargetConfig) -> DraftConfig:
     """
     path = folder / "config.json"
     draft = draft_config(
-        read_json(path), str(path), num_target_layers=target.num_hidden_layers, fc_inputs=_fc_inputs(folder)
+        read_json(path), str(path), num_target_layers=target.num_hidden_layers, fc_inputs=fc_inputs(folder)
     )
     check_draft_fits(target, draft, str(path))
     return draft
 
 
-def _fc_inputs(folder: Path) -> int | None:
-    """Columns of the projection of the captured features; None if the folder has no weights, or none of that name."""
+def fc_inputs(folder: Path) -> int | None:
+    """Columns of a drafter's projection of the captured features; None if the folder has no such weight.
+
+    Raises:
+        CheckpointError: a file of weights is damaged.
+    """
     if not any(folder.glob("*.safetensors")):
         return None
     fc = list_tensors(folder).get("fc.weight")
