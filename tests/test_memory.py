@@ -10,6 +10,7 @@ import pytest
 
 from dflash_jax import LLM
 from dflash_jax.base.errors import ConfigError
+from dflash_jax.bench.round_models import configs_of
 from dflash_jax.engine.device import memory
 from dflash_jax.engine.device.memory import (
     FULL,
@@ -247,3 +248,30 @@ def test_parameters_that_do_not_fit(monkeypatch, tmp_path):
 def test_other_errors_stay_as_they_are():
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explain_out_of_memory():
         raising("INTERNAL: broken")()
+
+
+# --- recurrent states
+
+
+def test_a_sequence_of_a_hybrid_takes_little_more_than_one_state():
+    """Qwen3.6-27B in 66 GiB, 16 slots, the mixed drafter: vLLM 0.26 keeps 16 states a request, and 92,261 tokens."""
+    pair = configs_of("qwen3.6-27b", None)
+    config = options(pair, max_num_seqs=16, kv_cache_memory_bytes=66 * GIB)
+    figures = capacity_of(*pair, plan_layout(*pair, config), config)
+    one_state = 48 * (4 * 48 * 128 * 128 + 2 * 3 * 10240)  # of 48 layers, with the tail of the convolution
+    assert figures.state_bytes - figures.tape_bytes == one_state
+    assert figures.state_bytes <= 1.2 * one_state
+    assert figures.tokens >= 850_000
+    assert figures.snapshots == int(0.1 * 66 * GIB) // figures.state_bytes
+    text = "\n".join(figures.lines())
+    assert f"KV cache size: {figures.tokens:,} tokens" in text
+    assert "Recurrent states: 162.0 MiB a sequence, of which 15.1 MiB are the tape of a block; room for 41" in text
+
+
+@pytest.mark.parametrize("changes", [{"enable_prefix_caching": False}, {"state_cache_fraction": 0.0}])
+def test_without_snapshots_nothing_is_set_aside_for_them(changes):
+    pair = configs_of("qwen3.6-27b", None)
+    config = options(pair, max_num_seqs=16, kv_cache_memory_bytes=66 * GIB, **changes)
+    layout = plan_layout(*pair, config)
+    assert layout.groups[layout.snapshots].num_units == 0
+    assert layout.num_tokens > 950_000
