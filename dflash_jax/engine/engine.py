@@ -21,17 +21,9 @@ from dflash_jax.engine.device.memory import log_capacity, plan_layout
 from dflash_jax.engine.device.model import Model
 from dflash_jax.engine.device.shapes import Load, Shapes, StepShape
 from dflash_jax.engine.device.slots import Emitted, StepSpec, Tables
+from dflash_jax.engine.host import inputs
 from dflash_jax.engine.host.adaptive import BlockLengths, RoundClock
 from dflash_jax.engine.host.in_flight import InFlight, ScoreInFlight
-from dflash_jax.engine.host.inputs import (
-    chunk_of,
-    deferred_of,
-    following_of,
-    masks_of,
-    mode_of_all,
-    slots_of,
-    tables_of,
-)
 from dflash_jax.engine.host.outputs import EmissionCounts, stats_of, take_emitted, take_prompt_logprobs
 from dflash_jax.engine.host.scheduler import Running, Scheduler
 from dflash_jax.engine.host.sequence import Sequence
@@ -256,12 +248,12 @@ class Engine:
         for running in filter(lacks_controls, planned.running):
             self.runner.set_controls(running.slot, running.sequence)
             running.has_controls = True
-        tables = tables_of(self.scheduler, planned.running, planned.rows, planned.programs[0].pages)
-        chunk = chunk_of(planned.running, planned.rows, width, tables)
+        tables = inputs.tables_of(self.scheduler, planned.running, planned.rows, planned.programs[0].pages)
+        chunk = inputs.chunk_of(planned.running, planned.rows, width, tables)
         last, before = self.runner.prefill(chunk)
         self._follows_prefill = True
         if first.sequence.wants_prompt_logprobs:
-            scored = self.runner.score(chunk, before, following_of(first, width))
+            scored = self.runner.score(chunk, before, inputs.following_of(first, width))
             self._push(ScoreInFlight(first, first.prefilled, scored))
         for running in planned.running:
             running.prefilled = min(running.prefilled + width, running.chunk_end)
@@ -303,14 +295,14 @@ class Engine:
 
         def tables(step: StepShape) -> Tables:
             if step.pages not in by_pages:
-                by_pages[step.pages] = self.runner.place(tables_of(self.scheduler, rounds, rows, step.pages))
+                by_pages[step.pages] = self.runner.place(inputs.tables_of(self.scheduler, rounds, rows, step.pages))
             return by_pages[step.pages]
 
         steps = {step.step: step for step in planned.programs}
         num_compiled = compile_counter().count
         is_alone = not self._follows_prefill and not self.runner.is_compiling
         if "catch_up" in steps:
-            self.runner.catch_up(tables(steps["catch_up"]), deferred_of(rounds, rows))
+            self.runner.catch_up(tables(steps["catch_up"]), inputs.deferred_of(rounds, rows))
             for running in rounds:
                 running.deferred = 0
         if length == 1 and self.spec.block > 1:  # the round drafts nothing: its features wait
@@ -329,7 +321,7 @@ class Engine:
             if hidden is not None:
                 emitted = self._commit(rounds, rows, hidden, block)
             else:
-                allowed = masks_of(rounds, rows, length, block, self.spec.target.vocab_size)
+                allowed = inputs.masks_of(rounds, rows, length, block, self.spec.target.vocab_size)
                 emitted = self.runner.verify_commit(
                     tables(steps["verify_commit"]), block, length, allowed, needed=planned.mode
                 )
@@ -347,9 +339,9 @@ class Engine:
 
     def _commit(self, running: Seq[Running | None], rows: int, hidden: jax.Array, block: jax.Array | None) -> Emitted:
         """Sample the tokens that follow `hidden` [B, T, D], and emit them; rows without a sequence take no part."""
-        slots = slots_of(running, rows, padding=self.config.max_num_seqs)
-        needed = mode_of_all([r.sequence for r in running if r])
-        allowed = masks_of(running, rows, hidden.shape[1], block, self.spec.target.vocab_size)
+        slots = inputs.slots_of(running, rows, padding=self.config.max_num_seqs)
+        needed = inputs.mode_of_all([r.sequence for r in running if r])
+        allowed = inputs.masks_of(running, rows, hidden.shape[1], block, self.spec.target.vocab_size)
         return self.runner.commit(slots, hidden, block, allowed, mode=self.shapes.mode(needed), needed=needed)
 
     def _push(self, step: InFlight | ScoreInFlight) -> None:
