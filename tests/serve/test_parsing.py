@@ -168,7 +168,7 @@ OPTIONS = [
 ]
 
 
-@settings(max_examples=400)
+@settings(deadline=None, max_examples=400)
 @given(st.lists(st.lists(st.sampled_from(PIECES), max_size=6).map("".join), max_size=8), st.sampled_from(OPTIONS))
 def test_any_chunks_of_any_text(chunks, options):
     text = "".join(chunks)

@@ -193,7 +193,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@settings(max_examples=500)
+@settings(deadline=None, max_examples=500)
 @given(
     st.lists(st.lists(st.sampled_from(PIECES), max_size=6).map("".join), max_size=8),
     st.sampled_from([F, CODER, THINKING, {**QWEN3, **F}]),
@@ -212,7 +212,7 @@ def test_chunks_do_not_matter(chunks, options, is_whole):
         assert isinstance(json.loads(tool_call.arguments), dict)
 
 
-@settings(max_examples=300)
+@settings(deadline=None, max_examples=300)
 @given(st.dictionaries(st.sampled_from(["text", "either"]), st.text("ab<>/\n =", max_size=30), min_size=1), st.data())
 def test_strings_survive(values, data):
     text = coder("f", **values)
