@@ -6,6 +6,7 @@ engines shipped: each test fails when the bug is put in.
 """
 
 import json
+import shutil
 from functools import cache
 
 import jax
@@ -13,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import SamplingParams
+from dflash_jax import LLM, SamplingParams
 from dflash_jax.models.target import TargetModel
+from dflash_jax.state.pages import extend_hashes
 from tests.pairs import (
     GOLDEN,
     assert_empty,
@@ -156,17 +158,76 @@ def test_drafted_and_plain_requests_in_one_batch(llm):
     assert tokens_of(llm.generate(PROMPTS, params)) == EXPECTED
 
 
+@pytest.fixture(scope="module")
+def long_pair(tmp_path_factory):
+    """The golden pair, allowed 8,192 tokens."""
+    folder = tmp_path_factory.mktemp("long")
+    shutil.copytree(GOLDEN / PAIR, folder / PAIR)
+    for name in ("target", "draft"):
+        file = folder / PAIR / name / "config.json"
+        file.chmod(0o644)
+        file.write_text(file.read_text().replace('"max_position_embeddings": 512', '"max_position_embeddings": 8192'))
+    return folder / PAIR / "target", folder / PAIR / "draft"
+
+
 @pytest.mark.long
-def test_states_do_not_drift_over_thousands_of_tokens():
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_states_do_not_drift_over_thousands_of_tokens(long_pair, temperature):
     """Accepted tokens are folded in the order of plain decoding, so neither tokens nor states ever part."""
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=4096, ignore_eos=True)
     states, answers = [], []
-    for drafter in (True, False):
-        llm = golden_llm(PAIR, drafter=drafter, max_num_seqs=1, max_model_len=None)
-        answers.append(tokens_of(llm.generate(PROMPTS[:1], greedy(400))))
-        llm.generate([prompt(*CASES[0]["input_ids"], *answers[-1][0])], greedy(1))
-        states.append(np.asarray(llm.engine.runner.caches.states.kept[0].state))
+    for models in (long_pair, long_pair[:1]):
+        llm = LLM(*models, dtype="float32", max_num_seqs=1, enable_prefix_caching=False)
+        (output,) = llm.generate(PROMPTS[:1], params)
+        answers.append(output.outputs[0].token_ids)
+        # The last step of a request has folded all tokens but its own; both end with rounds of one token.
+        llm.generate([prompt(*CASES[0]["input_ids"], *answers[-1][:-1])], greedy(1))
+        states.append(states_of(llm, slot=0))
     assert answers[0] == answers[1]
-    np.testing.assert_allclose(states[0][0], states[1][0], atol=1e-5)
+    for drafted, plain in zip(*states, strict=True):
+        np.testing.assert_allclose(drafted, plain, atol=1e-5)
+
+
+def states_of(llm, slot):
+    """States of every layer of a slot."""
+    recurrent = llm.engine.runner.caches.states
+    return [np.asarray(recurrent.kept[place.pool].state[place.first_row + slot]) for place in recurrent.places if place]
+
+
+def test_folded_states_are_those_of_plain_decoding(llm):
+    """Products of other shapes round their inputs otherwise; the recurrence adds nothing to that."""
+    plain = golden_llm(PAIR, drafter=False, max_num_seqs=16, page_size=16)
+    states = []
+    for engine in (llm, plain):
+        engine.generate(PROMPTS[3:4], greedy(40))
+        pool = engine.engine.scheduler.pools[2]
+        hashes = extend(CASES[3]["input_ids"] + CASES[3]["output_ids"][:35])
+        (unit,) = pool.known([hashes[95 // 16]])  # the snapshot after 96 tokens
+        states.append(states_of(engine, slot=16 + unit))
+    for drafted, decoded in zip(*states, strict=True):
+        np.testing.assert_allclose(drafted, decoded, atol=5e-6)
+
+
+def extend(tokens):
+    hashes: list[bytes] = []
+    extend_hashes(hashes, tokens, 16)
+    return hashes
+
+
+@pytest.mark.long
+def test_a_long_conversation_computes_only_what_is_new(long_pair):
+    """20 turns of 200 tokens behind a long system prompt, as agents have them."""
+    options = {"dtype": "float32", "max_num_seqs": 1, "num_speculative_tokens": BLOCK - 1}
+    llm, plain = LLM(*long_pair, **options), LLM(*long_pair, **options, enable_prefix_caching=False)
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(2, 130, 2000).tolist()
+    for turn in range(20):
+        tokens += rng.integers(2, 130, 20).tolist()
+        answers = [each.generate([prompt(*tokens)], greedy(200))[0] for each in (llm, plain)]
+        assert answers[0].outputs[0].token_ids == answers[1].outputs[0].token_ids
+        if turn:
+            assert answers[0].metrics.num_cached_tokens >= 0.95 * len(tokens)
+        tokens += answers[0].outputs[0].token_ids
 
 
 def test_seeded_answers_do_not_depend_on_drafts(llm):
