@@ -73,7 +73,7 @@ def fold(
 ) -> Kept:
     """See ``pallas_kernels.gated_delta.fold``."""
     state, tail = _folded(kept, weights, rows, count)
-    places = _places(targets, len(kept.state))
+    places = _places(jnp.where((rows >= 0) & (rows < len(kept.state)), targets, -1), len(kept.state))
     return Kept(
         kept.state.at[places].set(state, mode="drop"),
         kept.inputs.at[places, : tail.shape[1]].set(tail, mode="drop"),
@@ -178,10 +178,11 @@ def recur(
     """
     (B, T, HV, _), taps = gates.shape, weights.conv.shape[-1]
     end = jnp.minimum(jnp.max(length), T)
-    # XLA drops the slice of a lone token out of one, fuses the loop in another way, and rounds otherwise (CPU).
-    padding = [(0, 0), (0, int(T == 1)), (0, 0), (0, 0)]
-    window, gates = jnp.pad(window, padding), jnp.pad(gates, padding)
-    outputs = jnp.zeros((B, gates.shape[1], HV, state.shape[-1]), jnp.float32)
+    # XLA drops axes of 1 and slices of one token out of one, fuses the loop otherwise, and rounds otherwise (CPU).
+    of_sequences, of_tokens, none = (0, int(B == 1)), (0, int(T == 1)), (0, 0)
+    window, gates = (jnp.pad(x, [of_sequences, of_tokens, none, none]) for x in (window, gates))
+    state, length = jnp.pad(state, [of_sequences, none, none, none]), jnp.pad(length, [of_sequences])
+    outputs = jnp.zeros((*gates.shape[:2], HV, state.shape[-1]), jnp.float32)
     state, window, gates, outputs, length, *laid = _compat.vary_alike(state, window, gates, outputs, length, *weights)
     weights = Weights(*laid)
 
@@ -195,7 +196,7 @@ def recur(
         return jnp.where(is_token[..., None], after, S), outputs
 
     state, outputs = jax.lax.fori_loop(0, end, step, (state, outputs))
-    return outputs[:, :T], state
+    return outputs[:B, :T], state[:B]
 
 
 def advance(
