@@ -76,6 +76,7 @@ class Capability:
         return f"NVIDIA GPUs of compute capability {generations}"
 
 
+AMPERE_ON = Capability("cuda", (8, 0))  # the first GPUs with bfloat16
 FP8_GPUS = Capability("cuda", (8, 9))  # the first GPUs whose Triton kernels can convert to and from fp8
 HOPPER = Capability("cuda", (9, 0), (10, 0))  # TMA and wgmma; Blackwell has no wgmma
 HOPPER_ON = Capability("cuda", (9, 0))

@@ -7,15 +7,30 @@ convolution has I taps and looks J = I - 1 tokens back; a tape has G tokens.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import registry
 from pallas_kernels.gated_delta import reference
 from pallas_kernels.gated_delta.reference import CHUNK, Kept, Weights
+from pallas_kernels.registry import AMPERE_ON
 
-__all__ = ["CHUNK", "Kept", "Weights", "fold", "prefill", "verify"]
+__all__ = ["CHUNK", "FOLD", "VERIFY", "Kept", "Weights", "fold", "prefill", "verify"]
+
+Implementation = Literal["triton", "reference"]
+
+
+def _operation(name: str) -> registry.Operation:
+    kernel = registry.Implementation(
+        "triton", f"pallas_kernels.gated_delta.triton:{name}", AMPERE_ON, refusal="refusal", interprets=True
+    )
+    plain = registry.Implementation("reference", f"pallas_kernels.gated_delta.reference:{name}")
+    return registry.Operation(f"gated_delta_{name}", (kernel, plain))
+
+
+VERIFY, FOLD = (_operation(name) for name in ("verify", "fold"))  # a call is (kept, weights)
 
 
 def verify(
@@ -26,6 +41,9 @@ def verify(
     inputs: Float[Array, "B T HK c"],
     gates: Float[Array, "B T HV 2"],
     length: Int[Array, " B"],
+    *,
+    implementation: Implementation | None = None,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "B T HV dv"], Kept]:
     """Fold the accepted tokens of each sequence's tape into its state, then run its next block, the new tape.
 
@@ -41,6 +59,9 @@ def verify(
       inputs: of the convolution, of the block's tokens.
       gates: their projections (b, a).
       length: tokens of each block, 0..T; what follows them is padding, whose outputs mean nothing.
+      implementation: ``"triton"`` or ``"reference"``; None picks Triton on NVIDIA GPUs from sm_80 on. They must not be
+        mixed for one sequence if its states are to have the same bits.
+      interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
 
     Returns:
       Outputs of the block's tokens in the dtype of the inputs, and what is kept now: the state after the accepted
@@ -48,26 +69,38 @@ def verify(
 
     Raises:
       ValueError: shapes that do not belong together; the message prints them.
+      NotImplementedError: the chosen implementation cannot do the call; the message says why.
 
     Source: arXiv 2412.06464; channels as transformers' `qwen3_5`, grouped by key head.
     """
     _check(kept, weights, (rows, count, length), inputs, gates)
     if inputs.shape[1] > kept.gates.shape[1]:
         raise ValueError(f"a block must fit the tape of {kept.gates.shape[1]} tokens; got {inputs.shape[1]}")
-    return reference.verify(kept, weights, rows, count, inputs, gates, length)
+    run = VERIFY.function(implementation, (kept, weights), interpret=interpret)
+    outcome: tuple[Array, Kept] = run(kept, weights, rows, count, inputs, gates, length)
+    return outcome
 
 
 def fold(
-    kept: Kept, weights: Weights, rows: Int[Array, " B"], count: Int[Array, " B"], targets: Int[Array, " B"]
+    kept: Kept,
+    weights: Weights,
+    rows: Int[Array, " B"],
+    count: Int[Array, " B"],
+    targets: Int[Array, " B"],
+    *,
+    implementation: Implementation | None = None,
+    interpret: bool = False,
 ) -> Kept:
     """Write the state after the first tokens of tapes to other rows: snapshots of sequences.
 
     Args:
       kept: what the layers keep of sequences.
       weights: of the layer.
-      rows: of the sequences, which stay as they are; outside 0..P-1 is padding, whose target must be outside, too.
+      rows: of the sequences, which stay as they are; outside 0..P-1 is padding, which writes nothing.
       count: tokens of the tape to fold, 0..G.
       targets: rows to write, none twice, each outside `rows` or the sequence's row; outside 0..P-1 writes nothing.
+      implementation: as for `verify`.
+      interpret: as for `verify`.
 
     Returns:
       What is kept now: targets have the state and the inputs of the J tokens before that point, and an empty tape: only
@@ -75,9 +108,12 @@ def fold(
 
     Raises:
       ValueError: shapes that do not belong together; the message prints them.
+      NotImplementedError: the chosen implementation cannot do the call; the message says why.
     """
     _check(kept, weights, (rows, count, targets))
-    return reference.fold(kept, weights, rows, count, targets)
+    run = FOLD.function(implementation, (kept, weights), interpret=interpret)
+    outcome: Kept = run(kept, weights, rows, count, targets)
+    return outcome
 
 
 def prefill(

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from pallas_kernels import _compat
 from pallas_kernels.add_norm import ADD_NORM
 from pallas_kernels.all_reduce import ALL_REDUCE, ALL_REDUCE_ADD_NORM
+from pallas_kernels.gated_delta import FOLD, VERIFY, Kept, Weights
 from pallas_kernels.largest_product import LARGEST_PRODUCT
 from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import Arguments
@@ -95,6 +96,7 @@ OPERATIONS = {  # by their name in the table; those of one name must choose alik
     "all_reduce": [ALL_REDUCE, ALL_REDUCE_ADD_NORM],
     "paged_attention": [PAGED_ATTENTION],
     "write_attend": [WRITE_ATTEND],
+    "gated_delta": [VERIFY, FOLD],
 }
 UNINTERPRETED = ("split_product", "largest_product", "all_reduce")  # which have no argument `interpret`
 
@@ -152,6 +154,9 @@ def calls() -> Iterator[tuple[str, str, list[tuple[Any, ...]]]]:
         peers = None if mailboxes is None else SimpleNamespace(row_bytes=mailboxes)
         rows = [(shape(rows, width, dtype=dtype), peers) for rows in (0, 1, 32, 256, 257)]
         yield "all_reduce", f"{_name(dtype)} rows of {width}, mailboxes {mailboxes}", rows
+    for dtype in (BF16, F32):
+        sizes = itertools.product((1, 16, 64, 65), (64, 96, 128, 256))
+        yield "gated_delta", _name(dtype), [_gated_delta(dtype, *size) for size in sizes]
     for operation in ("paged_attention", "write_attend"):
         for heads, dtype, B in itertools.product(HEADS, (BF16, E4M3), (1, 4, 16, 64)):
             yield operation, f"{_name(dtype)} {heads} x {B}", [*_attention(B, heads, dtype)]
@@ -169,6 +174,14 @@ _HEADS_OF_MODELS = (  # [V, D]
     (151936, 4096), (49152, 576), (16384, 4096), (16376, 4096), (8192, 4096), (151936, 4160), (151937, 4096),
     (32768, 64),
 )  # fmt: skip
+
+
+def _gated_delta(dtype: Any, tape: int, key_dim: int) -> tuple[Kept, Weights]:
+    channels = 2 * key_dim + 3 * 128
+    state, gates = shape(32, 48, key_dim, 128, dtype=F32), shape(32, tape, 48, 2, dtype=dtype)
+    kept = Kept(state, shape(32, 3 + tape, 16, channels, dtype=dtype), gates)  # type: ignore[arg-type]
+    weights = shape(16, channels, 4, dtype=dtype), shape(48, dtype=F32), shape(48, dtype=F32)
+    return kept, Weights(*weights)  # type: ignore[arg-type]
 
 
 def _attention(B: int, heads: tuple[int, int, int], dtype: Any, S: int = 64, q: Any = BF16) -> Iterator[tuple[Any]]:

@@ -1,0 +1,221 @@
+"""The first kernel of a verified block on Pallas' Triton backend: what the second needs of tape and block, no state.
+
+Convolution, SiLU, norms and gates happen here, once a head; in the second kernel several programs share a head, and
+each would repeat them. For a block of several tokens the kernel also takes the block's tokens out of each other's way:
+with K, Q, V the block's rows, D[i, j] = exp(g_(j+1) + ... + g_i), e[i] = exp(g_1 + ... + g_i) and
+T = (I + strict(beta K K^T D))^-1, the outputs are linear in the state before the block,
+
+    O = (e Q - M T diag(beta e) K) S + M T diag(beta) V,    M = Q K^T D for i >= j
+
+so that the second kernel has one product with S left. Every factor is bounded: |beta| <= 1, keys of norm 1, D <= 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import _compat
+from pallas_kernels.gated_delta.reference import Kept, Weights
+from pallas_kernels.gated_delta.tokens import (
+    Head,
+    Source,
+    at,
+    convolved,
+    decay_and_strength,
+    head_of,
+    load,
+    normed,
+)
+
+WARPS = 4  # of a program, whose tiles are 16 rows of 128
+LEAST_ROWS = 16  # of an operand of a product
+
+
+class Block(NamedTuple):
+    """Tokens to verify, as they come."""
+
+    inputs: Float[Array, "B T HK c"]
+    gates: Float[Array, "B T HV 2"]
+    length: Int[Array, " B"]
+
+
+class Rows(NamedTuple):
+    """Tokens as the recurrence takes them: decay and strength are exp(g) and beta, 1 and 0 for padding."""
+
+    queries: Float[Array, "B HK T dk"] | None  # None: of a tape
+    keys: Float[Array, "B HK T dk"]
+    values: Float[Array, "B HV T dv"]
+    decay: Float[Array, "B HV T"]
+    strength: Float[Array, "B HV T"]
+
+
+class Mixed(NamedTuple):
+    """A block's tokens freed of each other: outputs = queries S + fixed, S being the state before the block."""
+
+    queries: Float[Array, "B HV T dk"]
+    fixed: Float[Array, "B HV T dv"]
+
+
+def rows_of(rows: Any, count: Any, b: Any, kept: Any, tokens: int) -> tuple[Any, Any, Any]:
+    """Inside a kernel: whether sequence b is one, its row or 0, and how many tokens of its tape are folded."""
+    row, is_sequence = rows[b], (rows[b] >= 0) & (rows[b] < kept.shape[0])
+    return is_sequence, jnp.where(is_sequence, row, 0), jnp.where(is_sequence, jnp.clip(count[b], 0, tokens), 0)
+
+
+def prepare(
+    kept: Kept,
+    weights: Weights,
+    rows: Int[Array, " B"],
+    count: Int[Array, " B"],
+    block: Block | None,
+    *,
+    mixes: bool,
+    interpret: bool,
+) -> tuple[Rows, Rows | Mixed | None]:
+    """Prepare the accepted tokens of tapes, and blocks.
+
+    Args:
+        kept: what the layers keep of sequences; it is read.
+        weights: of the layer.
+        rows: of the sequences.
+        count: tokens of the tapes to prepare; what lies behind them is not written.
+        block: None prepares no block.
+        mixes: whether the block's tokens are freed of each other.
+        interpret: run in Pallas' interpreter.
+    """
+    (_, HV, dk, dv), (_, G, *_), B, HK = kept.state.shape, kept.gates.shape, len(rows), len(weights.conv)
+    operands = (kept.inputs, kept.gates, weights, rows, count, block)
+    leaves, tree = jax.tree.flatten(operands)
+    leaves = list(_compat.vary_alike(*leaves))
+
+    def like(*shape: int, dtype: Any = jnp.float32) -> Any:
+        return _compat.out_like((B, *shape), dtype, leaves[0])
+
+    def tokens(T: int, queries: bool) -> Rows:
+        values, gates = like(HV, T, dv, dtype=kept.inputs.dtype), like(HV, T)
+        return Rows(like(HK, T, dk) if queries else None, like(HK, T, dk), values, gates, gates)
+
+    out_shape: list[Any] = [tokens(G, queries=False)]
+    if block is not None:
+        T, padded = block.inputs.shape[1], max(LEAST_ROWS, pl.next_power_of_2(G))
+        out_shape.append(Mixed(like(HV, padded, dk), like(HV, padded, dv)) if mixes else tokens(T, queries=True))
+    outputs = _compat.triton_call(
+        functools.partial(_prepare, sizes=(dk, dv)),
+        grid=(B, HV),
+        out_shape=out_shape,
+        num_warps=WARPS,
+        num_stages=1,
+        interpret=interpret,
+        name="gated_delta_prepare",
+    )(*jax.tree.unflatten(tree, leaves))
+    tape, *prepared = outputs
+    return tape, prepared[0] if prepared else None
+
+
+def _prepare(
+    inputs: Any, gates: Any, weights: Any, rows: Any, count: Any, block: Any, tape: Any, *prepared: Any,
+    sizes: tuple[int, int],
+) -> None:  # fmt: skip
+    """One program: one value head of one sequence."""
+    b = pl.program_id(0)
+    head = head_of(pl.program_id(1), weights, *sizes)
+    row, folded = rows_of(rows, count, b, inputs, gates.shape[1])[1:]
+
+    @pl.when(folded > 0)
+    def _() -> None:
+        _store_rows(tape, b, _of_tape(inputs, gates, (row, folded), head), weights, head)
+
+    if prepared:
+        store = _store_mixed if isinstance(prepared[0], Mixed) else _store_rows
+        store(prepared[0], b, _of_block(inputs, gates, (row, folded), block, b, head), weights, head)
+
+
+def _numbers(gates: Any) -> Array:
+    """Tokens of a tile: as many for blocks as for tapes, so that the same sums have the same order."""
+    return jnp.arange(max(LEAST_ROWS, pl.next_power_of_2(gates.shape[1])), dtype=jnp.int32)
+
+
+def _of_tape(inputs: Any, gates: Any, place: tuple[Any, Any], head: Head) -> Source:
+    """The accepted tokens of a row's tape."""
+    (row, folded), t, before = place, _numbers(gates), inputs.shape[1] - gates.shape[1]
+
+    def window(tap: int, channels: Array) -> Array:
+        at_tap = (t + tap)[:, None]
+        return load(inputs, row, at_tap, head.key, channels[None, :], where=at_tap < folded + before)
+
+    return Source(t, folded, window, lambda i: load(gates, row, t, head.value, i, where=t < folded))
+
+
+def _of_block(inputs: Any, gates: Any, place: tuple[Any, Any], block: Any, b: Any, head: Head) -> Source:
+    """The tokens of a block behind the accepted ones of the row's tape."""
+    (row, folded), t, before = place, _numbers(gates), inputs.shape[1] - gates.shape[1]
+    length = jnp.clip(block.length[b], 0, block.inputs.shape[1])
+
+    def window(tap: int, channels: Array) -> Array:
+        at_tap, channels = (t + tap - before)[:, None], channels[None, :]
+        new = load(block.inputs, b, at_tap, head.key, channels, where=(at_tap >= 0) & (at_tap < length))
+        if tap == before:
+            return new
+        old = load(inputs, row, folded + before + at_tap, head.key, channels, where=at_tap < 0)
+        return jnp.where(at_tap < 0, old, new)
+
+    return Source(t, length, window, lambda i: load(block.gates, b, t, head.value, i, where=t < length))
+
+
+def _store_rows(target: Any, b: Any, source: Source, weights: Any, head: Head) -> None:
+    """Write tokens as the recurrence takes them; all heads of a key head write the same queries and keys."""
+    t, exists = source.t, source.t < target.decay.shape[-1]
+    g, beta = decay_and_strength(source, weights, head)
+    pltriton.store(at(target.decay, b, head.value, t), jnp.exp(g), mask=exists)
+    pltriton.store(at(target.strength, b, head.value, t), beta, mask=exists)
+    _store(target.values, b, head.value, t, convolved(source, weights, head, head.value_channels))
+    _store(target.keys, b, head.key, t, normed(convolved(source, weights, head, head.key_channels)))
+    if target.queries is not None:
+        scale = head.query_channels.size**-0.5
+        _store(target.queries, b, head.key, t, normed(convolved(source, weights, head, head.query_channels)) * scale)
+
+
+def _store_mixed(target: Any, b: Any, source: Source, weights: Any, head: Head) -> None:
+    """Write tokens freed of each other."""
+    t = source.t
+    g, beta = decay_and_strength(source, weights, head)
+    scale = head.query_channels.size**-0.5
+    q = normed(convolved(source, weights, head, head.query_channels)) * scale
+    k = normed(convolved(source, weights, head, head.key_channels))
+    i, j = t[:, None], t[None, :]
+    # Sums over the tokens between, not differences of sums from the first on, which cancel.
+    between = jnp.cumsum(jnp.where(i > j, jnp.broadcast_to(g[:, None], (t.size, t.size)), 0.0), axis=0)
+    decay = jnp.where(i >= j, jnp.exp(between), 0.0)
+    from_state = jnp.exp(jnp.cumsum(g, axis=0))
+    system = jnp.where(i > j, beta[:, None] * _product(k, k.T) * decay, 0.0)
+
+    def eliminate(n: Any, inverse: Array) -> Array:
+        """Take row n, which is final, out of those below it."""
+        column = jnp.sum(jnp.where(j == n, system, 0.0), axis=1)
+        row = jnp.sum(jnp.where(i == n, inverse, 0.0), axis=0)
+        return inverse - column[:, None] * row[None, :]
+
+    inverse = jax.lax.fori_loop(0, t.size - 1, eliminate, jnp.where(i == j, 1.0, 0.0))
+    reach = _product(_product(q, k.T) * decay, inverse) * beta[None, :]
+    values = convolved(source, weights, head, head.value_channels)
+    _store(target.fixed, b, head.value, t, _product(reach, values))
+    mixed = from_state[:, None] * q - _product(reach * from_state[None, :], k)
+    _store(target.queries, b, head.value, t, mixed)
+
+
+def _store(target: Any, b: Any, head: Any, t: Array, tile: Array) -> None:
+    channels = jnp.arange(tile.shape[1], dtype=jnp.int32)
+    mask = jnp.broadcast_to((t < target.shape[2])[:, None], tile.shape)
+    pltriton.store(at(target, b, head, t[:, None], channels[None, :]), tile.astype(target.dtype), mask=mask)
+
+
+def _product(left: Array, right: Array) -> Array:
+    """Multiply in float32: what is left of a block must be exact before bfloat16 sees it."""
+    return jnp.dot(left, right, precision=jax.lax.Precision.HIGHEST)
