@@ -96,7 +96,7 @@ def stand_ins(shape: StepShape, state: State, spec: StepSpec) -> SimpleNamespace
         tables=Tables(tables),
         chunk=Chunk(plane, plane, row, row, row, Tables(on_host(rows, Tables.width(pages)))),
         block=on_devices(rows, spec.block) if tokens > 1 else None,
-        hidden=on_devices(rows, tokens, spec.target.hidden_size, dtype=state.shared[0]["norm"].dtype),
+        hidden=on_devices(rows, tokens, spec.target.hidden_size, dtype=state.caches.features.dtype),
         sampler=None if mode == "greedy" else state.sampler,
         allowed=allowed if mode in CONTROLLED_MODES else None,
         needed=np.int32(0) if mode == ANY else None,
