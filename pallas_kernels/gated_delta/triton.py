@@ -42,7 +42,7 @@ class Config(NamedTuple):
     """
 
     columns: int = 32
-    num_warps: int = 1
+    num_warps: int = 2
     form: Form = "recurrence"
 
 

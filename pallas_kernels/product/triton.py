@@ -17,8 +17,13 @@ from pallas_kernels.lib.streams import Config
 
 
 def default_config(weight: Any) -> Config:
-    """The fastest on an H200 (BENCH.md): 32 rows where 64 would leave too many multiprocessors idle."""
-    return Config(rows=64, depth=256, num_stages=4) if len(weight) >= 6144 else Config(rows=32, depth=256, num_stages=6)
+    """The fastest measured (BENCH.md): 32 rows where each multiprocessor gets one program of them, else 64.
+
+    The ring of a program fills the shared memory of a multiprocessor: 160 programs of 32 rows ([5120, ...]) would take
+    the 132 of Hopper two rounds, the second nearly empty.
+    """
+    is_one_round = len(weight) // 32 <= _compat.sm_count()
+    return Config(rows=32, depth=256, num_stages=6) if is_one_round else Config(rows=64, depth=256, num_stages=4)
 
 
 def slower(x: Any, weight: Any, dtype: Any) -> str | None:
