@@ -208,7 +208,7 @@ class Programs:
                 program.rehearse(executable)
             program.executable, program.used = executable, time.monotonic()
         except Exception as error:
-            if not is_awaited:
+            if not is_awaited and threading.main_thread().is_alive():  # else the interpreter is ending
                 logger.warning("%s could not be compiled: %s", program.label, error)
                 program.error = error
             raise
