@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import jax
+import numpy as np
 
 from dflash_jax.base.errors import QueueFullError
 from dflash_jax.base.values import EngineStats
