@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
 
 import jax
 import numpy as np
@@ -34,10 +35,9 @@ from dflash_jax.engine.programs.runner import ModelRunner
 from dflash_jax.engine.programs.store import compile_counter
 from dflash_jax.options import EngineConfig
 from dflash_jax.parallel.mesh import Mesh
-from dflash_jax.progress import phase
+from dflash_jax.progress import Phase, phase
 from dflash_jax.spec import DraftConfig, TargetConfig
 
-CHECK_SECONDS = 60.0  # from one check of an idle engine's books to the next
 PATIENCE = 0.05  # seconds that a step waits for a program to be compiled; commands and aborts wait as long
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,6 @@ class Engine:
         )
         self.scheduler = Scheduler(self.layout, config.max_num_seqs)
         self.snapshots = Snapshots(self.scheduler, config.max_num_seqs)
-        self._next_check = 0.0  # as `time.monotonic` counts
         self._emissions = EmissionCounts()
         self.runner = ModelRunner(target, draft, mesh=mesh, config=config, spec=self.spec, layout=self.layout)
         lengths = BlockLengths(self.shapes.lengths, config.max_num_seqs) if config.adaptive_speculation else None
@@ -181,17 +180,12 @@ class Engine:
         return changed
 
     def check_integrity(self) -> None:
-        """Check the books of pages and slots if the engine is idle, at most once in `CHECK_SECONDS`.
+        """Check the books of pages and slots now and then, if the engine is idle.
 
-        Books that contradict themselves are logged as an error and made anew, which costs the prefix cache: a page may
-        otherwise have two owners, or none for ever. Call it when what a step has changed is published: it takes
-        milliseconds where many pages are cached.
+        Call it when what a step has changed is published: it takes milliseconds where many pages are cached.
         """
-        now = time.monotonic()
-        if not self.is_idle or now < self._next_check:
-            return
-        self._next_check = now + CHECK_SECONDS
-        self.scheduler.repair()
+        if self.is_idle:
+            self.scheduler.repair()
 
     def _step(self) -> list[Sequence]:
         now = time.perf_counter()

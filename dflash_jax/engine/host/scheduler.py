@@ -11,6 +11,7 @@ What units are (pages, of every token or of a window) is the business of the gro
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ from dflash_jax.state.group import Units
 from dflash_jax.state.layout import Layout
 from dflash_jax.state.pages import NO_PAGE, IntegrityError, PageHash, PagePool, extend_hashes
 
+CHECK_SECONDS = 60.0  # from one check of the books to the next
 logger = logging.getLogger(__name__)
 
 
@@ -108,7 +110,7 @@ class Scheduler:
         self.running: list[Running] = []  # oldest first
         self.tables = [np.full((max_num_seqs, layout.table_width), NO_PAGE, np.int32) for _ in layout.groups]
         self.valid_from = [np.zeros(max_num_seqs, np.int32) for _ in layout.groups]
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs, self._next_check = max_num_seqs, 0.0  # as `time.monotonic` counts
         self._start_books()
 
     def _start_books(self) -> None:
@@ -217,7 +219,15 @@ class Scheduler:
         return lost
 
     def repair(self) -> None:
-        """Check the books while nothing runs. If they contradict themselves, log it and make them anew: all is free."""
+        """Check the books while nothing runs, at most once in `CHECK_SECONDS`.
+
+        Books that contradict themselves are logged as an error and made anew, which costs the prefix cache: a page may
+        otherwise have two owners, or none for ever.
+        """
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + CHECK_SECONDS
         try:
             self.check_integrity()
         except IntegrityError:
