@@ -21,15 +21,18 @@ from dflash_jax.options.dtypes import DRAFT_QUANTIZATIONS, DTYPES, KV_CACHE_DTYP
 from dflash_jax.spec import (
     DecoderConfig,
     DraftConfig,
+    GatedDelta,
     LayerMask,
     TargetConfig,
     read_json,
     target_config,
 )
+from dflash_jax.state.recurrent import shapes_of
 from dflash_jax.weights.drafter import read_draft_config
 from dflash_jax.weights.folder import resolve_folders
 from dflash_jax.weights.tables import sizes
 from pallas_kernels.add_norm import ADD_NORM
+from pallas_kernels.gated_delta import FOLD, VERIFY, Kept, Weights
 from pallas_kernels.largest_product import LARGEST_PRODUCT
 from pallas_kernels.lib.timing import table
 from pallas_kernels.paged_attention import PAGED_ATTENTION
@@ -91,7 +94,7 @@ class Step:
             projections = {"qkv_proj": (N + 2 * K) * H, "gate_up_proj": 2 * F}
             projections["context_kv_proj"] = self.model.num_hidden_layers * 2 * K * H
         else:
-            fused = {"qkv_proj": (N + 2 * K) * H}
+            fused = {"qkv_proj": (N + 2 * K + (N if self.model.has_gated_attention else 0)) * H}
             projections = {"q_proj": N * H, "kv_proj": 2 * K * H} if self.is_draft else fused
             gate_up = Struct((letters["E"], 2, letters["I"], D), self.dtype)
             yield Call(SWIGLU, f"gate_up_proj {_text(gate_up)}", (self._rows(D), gate_up))
@@ -100,6 +103,8 @@ class Step:
         yield self._product("o_proj", D, N * H)
         yield self._product("down_proj", D, F)
         yield from self._attentions(N, K, H)
+        if self.model.gated_delta is not None:
+            yield from self._gated_delta(self.model.gated_delta, D)
         yield self._head(D)
 
     def _attentions(self, N: int, K: int, H: int) -> Iterator[Call]:
@@ -117,6 +122,19 @@ class Step:
         yield Call(WRITE_KV, name, (pool,))
         if self.is_draft:
             yield Call(WRITE_CONTEXT, name, (pool,))
+
+    def _gated_delta(self, delta: GatedDelta, D: int) -> Iterator[Call]:
+        channels, values = delta.channels_per_key, delta.values_per_key * delta.value_dim
+        yield self._product("in_proj", delta.key_heads * (channels + values), D)
+        yield self._product("in_proj_ba", 2 * delta.value_heads, D)
+        yield self._product("out_proj", D, delta.key_heads * values)
+        state, *tape = shapes_of(delta, self.batch, self.tokens, self.dtype)
+        heads = Struct((delta.value_heads,), jnp.float32)
+        conv = Struct((delta.key_heads, channels, delta.conv_width), self.dtype)
+        arguments = (Kept._make((state, *tape)), Weights._make((conv, heads, heads)))
+        label = f"states {_text(state)}, tape of {self.tokens} tokens"
+        yield Call(VERIFY, label, arguments)
+        yield Call(FOLD, label, arguments)
 
     def _head(self, D: int) -> Call:
         """The argmax of the logits; a drafter has no logits of its anchor."""

@@ -22,6 +22,7 @@ from dflash_jax.weights.tables import build, checkpoint_table, parameters_of
 from pallas_kernels import _compat
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.registry import Device, Operation
+from tests.pairs import GOLDEN
 
 TARGET = {  # two layers in the widths of Qwen3-8B
     "architectures": ["Qwen3ForCausalLM"],
@@ -134,6 +135,20 @@ def test_it_names_the_calls_of_a_round(monkeypatch, models, batch, options):
     picked = picked_by_a_round(monkeypatch, steps[-1], steps[0].kv_dtype)
     assert {call: explained.get(call) for call in picked} == picked
     assert {name for name, *_ in explained.keys() - picked.keys()} <= UNSEEN
+
+
+def test_it_names_the_calls_of_a_hybrid():
+    """Queries have gates beside them in one product, and Gated DeltaNet has its own."""
+    folder = GOLDEN / "q35_dense"
+    args = explain.parse_args(["--model", str(folder / "target"), "--draft-model", str(folder / "draft")])
+    target = next(step for step in explain.steps_of(args, H100) if not step.is_draft)
+    calls = {
+        (explained.call.operation.name, explained.call.label) for explained in explain.explain(*H100, target.calls())
+    }
+    assert {"gated_delta_verify", "gated_delta_fold"} <= {name for name, _ in calls}
+    products = [label for name, label in calls if name == "product"]
+    for weight in ("qkv_proj bfloat16[384, 64]", "in_proj bfloat16[192, 64]", "out_proj bfloat16[64, 64]"):
+        assert any(weight in label for label in products)
 
 
 def test_the_table(models, capsys):
