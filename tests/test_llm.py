@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from itertools import pairwise
 
 import jax
@@ -28,7 +26,6 @@ from tests.pairs import (
     write_byte_tokenizer,
     write_model,
 )
-from tests.phases import phases
 
 
 @pytest.fixture(scope="module")
@@ -329,34 +326,6 @@ def test_more_devices_than_there_are():
 QUESTION = "what are prompt_token_ids?"
 
 
-def run_command(*arguments):
-    command = [sys.executable, "-m", "dflash_jax.generate", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_command_prints_tokens_and_statistics():
-    pair, case = GOLDEN / "qwen3_swa_tied", golden_cases("qwen3_swa_tied")[0]
-    ids = ",".join(map(str, case["input_ids"]))
-    done = run_command(
-        *(
-            "--model",
-            pair / "target",
-            "--draft-model",
-            pair / "draft",
-            "--dtype",
-            "float32",
-            "--num-speculative-tokens",
-            15,
-        ),
-        *("--prompt-token-ids", ids, "--max-tokens", 80, "--ignore-eos"),
-    )
-    assert done.returncode == 0, done.stderr
-    assert list(map(int, done.stdout.split())) == case["output_ids"]
-    assert "mean acceptance length 15.80 tokens over 5 rounds" in done.stderr
-    assert [line.split()[-1] for line in done.stderr.splitlines()[-16:]] == ["0"] * 14 + ["1", "4"]
-    assert done.stderr.splitlines()[-1].split() == ["16", "#" * 40, "4"]
-
-
 def test_command_compares_with_plain_decoding(golden, monkeypatch, capsys):
     monkeypatch.setattr("dflash_jax.loading.LLM", lambda *args, **options: golden)
     ids = ",".join(map(str, golden_cases("qwen3_swa_tied")[0]["input_ids"]))
@@ -372,12 +341,6 @@ def test_command_compares_with_plain_decoding(golden, monkeypatch, capsys):
     assert "times plain decoding, which made the same tokens at" in shown.err
 
 
-def test_command_has_nothing_to_compare_a_target_alone_with():
-    done = run_command("--compare", "--model", GOLDEN / "qwen3_swa_tied" / "target", "--prompt-token-ids", "1")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--draft-model" in done.stderr
-
-
 def test_a_run_that_compiled_says_so(golden):
     output = golden.generate(prompt(1, 2, 3), greedy(4))[0]
     assert "compiled" not in generate.summary(generate.Run(output, 0), None, block=16)
@@ -391,22 +354,3 @@ def test_command_prints_text_for_text(llm, monkeypatch, capsys, arguments):
     chat = [{"role": "user", "content": QUESTION}]
     expected = llm.chat(chat, greedy(6)) if arguments else llm.generate(QUESTION, greedy(6))
     assert capsys.readouterr().out == expected[0].outputs[0].text + "\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(["--prompt-token-ids", "1,a"], "'1,a' is not a list"), (["--prompt-token-ids", "1", "--chat"], "--chat")],
-)
-def test_command_refuses_bad_arguments(capsys, arguments, words):
-    with pytest.raises(SystemExit) as exit_:
-        generate.main(arguments)
-    assert exit_.value.code == 2
-    assert words in capsys.readouterr().err
-
-
-def test_command_reports_errors_in_one_line(tmp_path):
-    done = run_command("--model", tmp_path)
-    assert done.returncode == 2
-    *_, error = done.stderr.splitlines()
-    assert phases(done.stderr.removesuffix(f"{error}\n")) == ["finding the models", "loading the models"]
-    assert error.startswith("error: ")
