@@ -74,7 +74,7 @@ def qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int, *, 
 def qwen3_5(
     hidden_size: int, intermediate_size: int, layers: int, heads: tuple[int, int], value_heads: int, *, tied: bool
 ) -> dict[str, Any]:
-    """The same for the language model of a dense Qwen3.5 or Qwen3.6, which has Gated DeltaNet in three of four layers.
+    """The fields of the language model of a dense Qwen3.5 or Qwen3.6: three layers of four have Gated DeltaNet.
 
     Args:
         hidden_size: D.
