@@ -21,7 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch.nn import Module
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils.logging import disable_progress_bar
 
 OUTPUT = Path(__file__).parents[1] / "tests" / "data" / "parity"
@@ -50,6 +57,53 @@ LLAMA = {
     "model_type": "llama",
     "rms_norm_eps": 1e-5,
 }
+QWEN35 = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_size": 20,
+    "intermediate_size": 28,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+    "vocab_size": 37,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attn_output_gate": True,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "mamba_ssm_dtype": "float32",
+    "eos_token_id": 1,
+}
+VISION = {  # as small as its classes allow: nothing here reads it
+    "model_type": "qwen3_5_vision",
+    "depth": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 1,
+    "patch_size": 2,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 1,
+    "num_position_embeddings": 4,
+}
+
+
+def conditional(text: dict[str, Any], **outer: Any) -> dict[str, Any]:
+    """The `config.json` of a Qwen3.5 as published, which keeps that of its language model in `text_config`."""
+    return {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": {name: value for name, value in text.items() if name != "architectures"},
+        "vision_config": {**VISION, "out_hidden_size": text["hidden_size"]},
+        **outer,
+    }
+
 
 CASES: dict[str, dict[str, Any]] = {
     "qwen3_gqa_wide_heads": {**QWEN3, "head_dim": 32, "rope_theta": 1_000_000.0, "rope_scaling": None},
@@ -183,14 +237,84 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
 }
+HYBRID_CASES: dict[str, dict[str, Any]] = {
+    "qwen35_published": conditional(
+        {
+            **QWEN35,
+            "linear_num_value_heads": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "output_gate_type": "swish",
+            "partial_rotary_factor": 0.25,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+        tie_word_embeddings=False,
+    ),
+    "qwen35_tied_interval_yarn": {
+        **QWEN35,
+        "num_hidden_layers": 4,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_value_head_dim": 10,
+        "tie_word_embeddings": True,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 1000.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    },
+    "qwen35_sigmoid_short_convolution": {
+        **QWEN35,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "linear_attention"],
+        "linear_conv_kernel_dim": 3,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 4,
+        "output_gate_type": "sigmoid",
+        "rms_norm_eps": 1e-3,
+    },
+}
+CASES |= HYBRID_CASES
+HYBRID_LENGTH = 66  # tokens; longer than a chunk of the recurrence, which has 64
 FLOAT32_CASES = ("llama_biases",)  # weights of the other cases are stored in bfloat16
 SHARDED_CASES = ("qwen3_all_sliding_sharded",)
+
+
+def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """What makes the model that the `architectures` of a config name."""
+    return AutoModelForCausalLM if config.architectures[0].endswith("ForCausalLM") else AutoModelForImageTextToText
+
+
+def is_hybrid(config: PreTrainedConfig) -> bool:
+    """Whether the model is a Qwen3.5."""
+    return str(config.model_type).startswith("qwen3_5")
+
+
+def language_model(model: PreTrainedModel) -> Module:
+    """The decoder of a model, without its head."""
+    decoder: Module = model.model
+    return getattr(decoder, "language_model", decoder)
+
+
+def ready(model: PreTrainedModel) -> PreTrainedModel:
+    """A model that computes what its config says: transformers never reads `output_gate_type`."""
+    kind = getattr(model.config.get_text_config(), "output_gate_type", None)
+    if kind == "sigmoid":
+        for layer in language_model(model).layers:
+            if hasattr(layer, "linear_attn"):
+                layer.linear_attn.norm.activation = kind
+    return model.eval()
 
 
 def random_weights(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Weights with which every tensor matters: logits of order 1 to 10, no norm at one, no bias at zero."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config).from_config(config)
+    center = float(is_hybrid(config))  # norms of hybrids hold w and multiply by 1 + w, but for that of gated outputs
     rng = np.random.default_rng(seed)
     weights = {}
     for name, tensor in sorted(model.state_dict().items()):
@@ -198,12 +322,20 @@ def random_weights(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> d
             continue
         shape = tuple(tensor.shape)
         if name.endswith(("q_norm.weight", "k_norm.weight")):
-            values = rng.uniform(0.7, 1.9, shape)
-        elif name.endswith("norm.weight"):
+            values = rng.uniform(0.7, 1.9, shape) - center
+        elif name.endswith("linear_attn.norm.weight"):
             values = rng.uniform(0.5, 1.5, shape)
+        elif name.endswith("norm.weight"):
+            values = rng.uniform(0.5, 1.5, shape) - center
         elif name.endswith(".bias"):
             values = 0.3 * rng.standard_normal(shape)
-        elif name == "model.embed_tokens.weight":
+        elif name.endswith("A_log"):  # with dt_bias: states keep a token for 1 to 1,000 others
+            values = np.log(rng.uniform(0.05, 2, shape))
+        elif name.endswith("dt_bias"):
+            values = rng.uniform(-4, 0.5, shape)
+        elif name.endswith("linear_attn.out_proj.weight"):  # small, since the norm before it magnifies the last bits
+            values = 0.6 * rng.standard_normal(shape) / shape[-1] ** 0.5
+        elif name.endswith("embed_tokens.weight"):
             values = rng.standard_normal(shape) * (0.3 if config.tie_word_embeddings else 1.0)
         else:
             values = 1.5 * rng.standard_normal(shape) / shape[-1] ** 0.5
@@ -240,13 +372,13 @@ def write_model(
 
 def load_model(folder: Path) -> PreTrainedModel:
     """Load a folder with transformers, in float32 with eager attention; every tensor must be used."""
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     problems = {kind: sorted(names) for kind, names in info.items() if names}
     if problems:
         raise RuntimeError(f"{folder}: transformers did not load this checkpoint cleanly: {problems}")
-    return model.eval()
+    return ready(model)
 
 
 @torch.no_grad()
@@ -258,7 +390,7 @@ def outputs(model: PreTrainedModel, input_ids: np.ndarray) -> dict[str, np.ndarr
     layers: list[np.ndarray] = []
     hooks = [
         layer.register_forward_hook(lambda _module, _inputs, output: layers.append(output.numpy().copy()))
-        for layer in model.model.layers
+        for layer in language_model(model).layers
     ]
     try:
         logits = model(input_ids=torch.from_numpy(input_ids).long(), use_cache=False).logits
@@ -272,6 +404,11 @@ def random_ids(vocab_size: int, seed: int, shape: tuple[int, int] = (BATCH, LENG
     return np.random.default_rng(seed + 1).integers(0, vocab_size, shape, dtype=np.int32)
 
 
+def shape_of(name: str) -> tuple[int, int]:
+    """Sequences and tokens of a case."""
+    return (1, HYBRID_LENGTH) if name in HYBRID_CASES else (BATCH, LENGTH)
+
+
 def make_case(folder: Path, name: str) -> None:
     """Write one case in place of the old one."""
     raw, seed = CASES[name], zlib.crc32(name.encode())
@@ -280,7 +417,7 @@ def make_case(folder: Path, name: str) -> None:
     target.mkdir(parents=True)
     dtype = torch.float32 if name in FLOAT32_CASES else torch.bfloat16
     write_model(target, raw, seed, dtype=dtype, sharded=name in SHARDED_CASES)
-    input_ids = random_ids(raw["vocab_size"], seed)
+    input_ids = random_ids(raw.get("text_config", raw)["vocab_size"], seed, shape_of(name))
     vectors = outputs(load_model(target), input_ids)
     tensors = {"input_ids": input_ids, **vectors}
     save_file({key: torch.from_numpy(value) for key, value in tensors.items()}, folder / "cases.safetensors")

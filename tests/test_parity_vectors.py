@@ -7,13 +7,16 @@ from transformers import AutoConfig
 
 from dflash_jax.spec import read_json, target_config
 from tests.conftest import DATA
+from tests.hybrid_replay import EVENTS, Replay
 from tests.parity_check import Target, check, chunked, whole
 
+REPLAY_SEED = 12  # of a replay in which all of `EVENTS` happen
 CASES = sorted(path.parent for path in (DATA / "parity").glob("*/cases.safetensors"))
 
 
 def test_the_vectors_are_there():
-    assert len(CASES) >= 14
+    assert len(CASES) >= 19
+    assert sum(folder.name.startswith("qwen35") for folder in CASES) >= 3
 
 
 @pytest.mark.parametrize("folder", CASES, ids=lambda folder: folder.name)
@@ -21,11 +24,16 @@ def test_target_equals_transformers(folder):
     reference = load_file(folder / "cases.safetensors")
     target = Target(folder / "target")
     reference = target.captured(reference)
-    windows = [layer.window for layer in target.config.layers if layer.window]
+    windows = [target.config.layers[i].window or 0 for i in target.config.attention_layers]
     assert all(window < reference["input_ids"].shape[1] for window in windows)
     assert 1 < np.abs(reference["logits"]).max() < 50
     check(whole(target, reference["input_ids"]), reference, "in one call")
-    check(chunked(target, reference["input_ids"]), reference, "through the cache")
+    if not target.config.recurrent_layers:
+        check(chunked(target, reference["input_ids"]), reference, "through the cache")
+        return
+    replay = Replay(target, reference["input_ids"], REPLAY_SEED)
+    check(replay.run(), reference, "through the caches of the engine")
+    assert all(replay.events[name] > 1 for name in EVENTS)
 
 
 @pytest.mark.parametrize(
