@@ -9,50 +9,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from scripts.make_parity_vectors import load_model, outputs, random_ids, random_weights, write_model
+from scripts.make_parity_vectors import outputs, random_ids
+from tests.parity.models import build, optional, rope_fields
 from tests.parity_check import TOLERANCE, Target, check, chunked, error, whole
 
 pytestmark = pytest.mark.parity
 
 LAYER_KINDS = ("full_attention", "sliding_attention")
 MAX_POSITIONS = 256
-
-
-def optional(draw, name, strategy):
-    """A field that may be absent."""
-    return {name: draw(strategy)} if draw(st.booleans()) else {}
-
-
-@st.composite
-def rope_fields(draw):
-    """The rope part of a config.json, in either spelling."""
-    kind = draw(st.sampled_from(("default", "linear", "yarn", "yarn", "llama3")))
-    scaling = {"rope_type": kind}
-    outer = {}
-    if kind != "default":
-        scaling["factor"] = draw(st.sampled_from((1.0, 1.5, 4, 8.0)))
-    if kind in ("yarn", "llama3"):
-        scaling |= optional(draw, "original_max_position_embeddings", st.sampled_from((32, 64, 128)))
-        outer |= optional(draw, "original_max_position_embeddings", st.sampled_from((48, 96)))
-    if kind == "llama3":
-        low = draw(st.sampled_from((1.0, 2.0)))
-        scaling |= {"low_freq_factor": low, "high_freq_factor": low * draw(st.sampled_from((2.0, 4.0)))}
-    if kind == "yarn":
-        scaling["factor"] = draw(st.sampled_from((scaling["factor"], None)))
-        scaling |= optional(draw, "attention_factor", st.sampled_from((0.8, 1.25)))
-        scaling |= optional(draw, "mscale", st.sampled_from((0.7, 1.0)))
-        scaling |= optional(draw, "mscale_all_dim", st.sampled_from((0.5, 1.0)))
-        scaling |= optional(draw, "truncate", st.booleans())
-        scaling |= optional(draw, "beta_fast", st.sampled_from((8, 32.0)))
-        scaling |= optional(draw, "beta_slow", st.sampled_from((0.5, 1)))
-    theta = optional(draw, "rope_theta", st.sampled_from((100.0, 10_000.0, 1_000_000)))
-    if draw(st.booleans()):
-        return outer | {"rope_parameters": scaling | theta}
-    if draw(st.booleans()):
-        scaling["type"] = scaling.pop("rope_type")
-    return outer | theta | {"rope_scaling": None if kind == "default" else scaling}
 
 
 @st.composite
@@ -93,21 +58,6 @@ def configs(draw):
     raw |= optional(draw, "mlp_bias", st.booleans())
     raw |= draw(rope_fields())
     return raw | (draw(window_fields(num_layers)) if qwen3 else optional(draw, "sliding_window", st.just(4)))
-
-
-def build(folder, raw, seed, *, saved_by_transformers, sharded):
-    """Write the model to a folder, by hand or with `save_pretrained`, and give the model of transformers."""
-    if not saved_by_transformers:
-        write_model(folder, raw, seed, dtype=torch.float32, sharded=sharded)
-        return load_model(folder)
-    config = AutoConfig.for_model(**raw)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    missing, surplus = model.load_state_dict(random_weights(config, seed, torch.float32), strict=False)
-    assert set(missing) <= {"lm_head.weight"}
-    assert not surplus
-    model.tie_weights()
-    model.save_pretrained(folder, max_shard_size="20KB" if sharded else "1GB")
-    return model.eval()
 
 
 @given(raw=configs(), seed=st.integers(0, 2**32 - 2), saved_by_transformers=st.booleans(), sharded=st.booleans())
