@@ -27,7 +27,7 @@ from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import draft_config, target_config
 from dflash_jax.state.group import PageGroup
 from dflash_jax.state.layout import Layout
-from tests.pairs import DRAFT, TARGET, write_model
+from tests.pairs import DRAFT, HYBRID, TARGET, write_model
 
 QWEN3_8B = TARGET | {
     "vocab_size": 151936,
@@ -266,6 +266,13 @@ def test_a_sequence_of_a_hybrid_takes_little_more_than_one_state():
     text = "\n".join(figures.lines())
     assert f"KV cache size: {figures.tokens:,} tokens" in text
     assert "Recurrent states: 162.0 MiB a sequence, of which 15.1 MiB are the tape of a block; room for 41" in text
+
+
+def test_a_target_without_attention_is_refused():
+    text = HYBRID["text_config"] | {"layer_types": ["linear_attention"] * 5}
+    target = target_config(HYBRID | {"text_config": text})
+    with pytest.raises(ConfigError, match="no layer of the target has attention"):
+        plan_layout(target, None, EngineConfig.of(EngineArgs(), target, None))
 
 
 @pytest.mark.parametrize("changes", [{"enable_prefix_caching": False}, {"state_cache_fraction": 0.0}])

@@ -64,7 +64,7 @@ def plan_layout(target: TargetConfig, draft: DraftConfig | None, config: EngineC
     as `max_num_seqs` sequences can need; the full group gets the rest, but no more than these sequences can fill.
 
     Raises:
-        ConfigError: the memory does not hold one sequence of `max_model_len`.
+        ConfigError: the memory does not hold one sequence of `max_model_len`, or the target has no attention.
     """
     size, block = config.page_size, config.num_speculative_tokens + 1
     windows = [mask.window for mask in draft.layers if mask.window is not None] if draft else []
@@ -73,6 +73,10 @@ def plan_layout(target: TargetConfig, draft: DraftConfig | None, config: EngineC
     width = -(-(config.max_model_len + 2 * block) // size)
     sliding_each = 0 if window is None else min(width, -(-(window + 3 * block) // size) + 1)
     full_bytes, sliding_bytes = group_bytes(target, draft, config)
+    if not full_bytes:
+        raise ConfigError(
+            "no layer of the target has attention, and such models are not supported; give another model."
+        )
     budget = config.kv_cache_memory_bytes or free_bytes(target, draft, config)
     sliding_pages = config.max_num_seqs * sliding_each
     state_bytes = recurrent.row_bytes(target, block, config.dtype)
