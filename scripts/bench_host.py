@@ -39,6 +39,7 @@ from safetensors.numpy import save_file
 from dflash_jax import SamplingParams
 from dflash_jax.engine import engine as host
 from dflash_jax.engine.device.slots import Emitted, FlatParams, Logprobs
+from dflash_jax.engine.host import inputs
 from dflash_jax.engine.host.adaptive import BlockLengths
 from dflash_jax.engine.host.request import Request
 from dflash_jax.engine.host.scheduler import Scheduler
@@ -150,7 +151,7 @@ PARTS = {  # the class or module and the attribute that do a part, by its name
     "reserve": (host.Engine, "_reserve_rounds"),
     "plan": (Planner, "round"),
     "choose": (BlockLengths, "choose_ready"),
-    "tables": (host, "tables_of"),
+    "tables": (inputs, "tables_of"),
     "round": (ModelRunner, "greedy_round"),
     "commit": (ModelRunner, "commit"),
     "push": (host.Engine, "_push"),

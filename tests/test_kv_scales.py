@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from dflash_jax import LLM
 from dflash_jax.base.errors import CheckpointError
 from dflash_jax.engine.device.memory import make_caches, plan_layout
-from dflash_jax.engine.device.slots import Tables
+from dflash_jax.engine.device.slots import Slots, Tables
 from dflash_jax.models.target import TargetModel
 from dflash_jax.options import EngineArgs, EngineConfig
 from dflash_jax.parallel.mesh import Mesh
@@ -139,7 +139,7 @@ def step(params, caches, *, config):
     """The last hidden states of `TOKENS`, in two parts over one cache; and the pools after them."""
     table = np.arange(8).reshape(2, 4)
     tables = Tables.pack(np.arange(2), [np.zeros(2, int)], [table] * 2)
-    caches = caches.through(Tables(jnp.asarray(tables.packed)))
+    caches = caches.for_round(Tables(jnp.asarray(tables.packed)), Slots(jnp.zeros((2, 3), jnp.int32)))
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
     for part in (slice(0, 16), slice(16, None)):
         hidden, _, cache = TargetModel(config).apply(
