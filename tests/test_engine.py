@@ -171,7 +171,7 @@ def machine_of(target, drafter, **options):
         ),
         ("target", "full", {"kv_cache_memory_bytes": 104_000, "num_speculative_tokens": 3}),
         ("target", None, {"kv_cache_memory_bytes": 66_667}),
-        ("hybrid", "sliding", {"kv_cache_memory_bytes": 128_000, "state_cache_fraction": 0.25}),
+        ("hybrid", "sliding", {"kv_cache_memory_bytes": 98_000, "state_cache_fraction": 0.11}),
         pytest.param("hybrid", None, {"kv_cache_memory_bytes": 56_000}, marks=pytest.mark.long),
     ],
     ids=["sliding", "sliding-fixed-uncached", "full", "no-drafter", "hybrid", "hybrid-no-drafter"],

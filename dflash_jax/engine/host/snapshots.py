@@ -45,7 +45,7 @@ class Snapshots:
         pool = self._pool
         if pool is None or not pool.num_pages:
             return []
-        running.next_snapshot = self._multiple(len(running.text) + self._answer_step - 1, self._answer_step)
+        running.next_snapshot = self._next_boundary(running)
         if running.sequence.cache_salt is None:
             return []
         last = self._multiple(len(running.text) - 1, self._page_size)
@@ -69,20 +69,27 @@ class Snapshots:
 
     def before_round(self, running: Running) -> list[Move]:
         """Take a snapshot if the rounds in flight may have reached the next boundary of the answer."""
+        if self._is_off(running):
+            return []
+        if running.next_snapshot < running.length:  # it was passed without a snapshot
+            running.next_snapshot = self._next_boundary(running)
         reached = running.length + running.in_flight * self._block
-        if self._is_off(running) or reached < running.next_snapshot or not self._take(running):
+        if reached < running.next_snapshot or not self._take(running):
             return []
         running.covered_rounds = running.num_rounds + running.in_flight
         return [self._move(running, running.next_snapshot)]
 
     def after_read(self, running: Running) -> list[Move]:
-        """Publish the snapshot of a boundary that the tokens just read have reached; take it now if none was taken."""
+        """Publish the snapshot of a boundary that the tokens just read have reached.
+
+        If none was taken it is taken now, unless a round follows that has folded tokens beyond the boundary.
+        """
         moves: list[Move] = []
         boundary = running.next_snapshot
         if self._is_off(running) or running.length < boundary:
             return moves
-        if running.covered_rounds < running.num_rounds:  # no round follows that could have folded beyond it
-            if not self._take(running):
+        if running.covered_rounds < running.num_rounds:
+            if running.in_flight or not self._take(running):
                 return moves
             moves.append(self._move(running, boundary))
         before, running.last_snapshot = running.last_snapshot, boundary
@@ -113,6 +120,10 @@ class Snapshots:
     def _pool(self) -> PagePool | None:
         index = self._scheduler.layout.snapshots
         return None if index is None else self._scheduler.pools[index]
+
+    def _next_boundary(self, running: Running) -> int:
+        """The first boundary of the answer that lies not before the tokens that are certainly processed."""
+        return -(-running.length // self._answer_step) * self._answer_step
 
     def _is_off(self, running: Running) -> bool:
         return running.next_snapshot == 0 or running.sequence.cache_salt is None
