@@ -130,11 +130,11 @@ def machine_of(target, drafter, **options):
                 self.engine.step()
                 check(self.engine)
 
-        @rule(data=st.data())
-        def abort(self, data):
+        @rule(index=st.integers(0, 31))  # not drawn from what runs, which depends on how fast programs are compiled
+        def abort(self, index):
             running = [r for _, _, request in self.requests for r in request.sequences if not r.finished]
             if running:
-                self.engine.abort(data.draw(st.sampled_from(running)))
+                self.engine.abort(running[index % len(running)])
 
         @invariant()
         def integrity(self):

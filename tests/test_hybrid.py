@@ -237,10 +237,16 @@ def test_seeded_answers_do_not_depend_on_drafts(llm):
 
 
 def test_prompt_logprobs_go_through_the_whole_model(llm):
-    (output,) = llm.generate(PROMPTS[3:4], greedy(4, prompt_logprobs=0))
+    (output,) = llm.generate(PROMPTS[3:4], greedy(4, prompt_logprobs=1))
     tokens = CASES[3]["input_ids"]
     assert len(output.prompt_logprobs) == len(tokens)
-    assert all(tokens[i] in output.prompt_logprobs[i] for i in range(1, len(tokens)))
+    padded = np.zeros(LONGEST, np.int32)
+    padded[: len(tokens)] = tokens
+    likeliest = np.asarray(reference()(padded, len(tokens)))
+    for i in range(1, len(tokens)):
+        ranks = {entry.rank: token for token, entry in output.prompt_logprobs[i].items()}
+        assert tokens[i] in output.prompt_logprobs[i]
+        assert ranks[1] == likeliest[i - 1]
 
 
 def test_the_engine_says_what_states_take(caplog):

@@ -46,7 +46,7 @@ class Snapshots:
         if pool is None or not pool.num_pages:
             return []
         running.next_snapshot = self._next_boundary(running)
-        if running.sequence.cache_salt is None:
+        if running.sequence.cache_salt is None or running.sequence.wants_prompt_logprobs:  # scored chunks are whole
             return []
         last = self._multiple(len(running.text) - 1, self._page_size)
         stops = {last, running.known_pages * self._page_size, *range(GRID, last, GRID)}
