@@ -45,6 +45,7 @@ class Running:
         next_snapshot: tokens at which the recurrent state is wanted next in rounds; 0 for never.
         last_snapshot: tokens of the last snapshot that rounds have taken; 0 for none.
         num_rounds: rounds that have been read.
+        read_length: its length before the round that is in flight for longest.
         covered_rounds: rounds after which a copy of the state at `next_snapshot` was enqueued last.
         units: what it owns in each group of the layout.
         reserved: positions that its units hold in every group.
@@ -60,6 +61,7 @@ class Running:
     next_snapshot: int = 0
     last_snapshot: int = 0
     num_rounds: int = 0
+    read_length: int = 0
     covered_rounds: int = -1
     units: list[Units] = field(default_factory=list)
     reserved: int = 0

@@ -45,7 +45,7 @@ class Snapshots:
         pool = self._pool
         if pool is None or not pool.num_pages:
             return []
-        running.next_snapshot = self._next_boundary(running)
+        running.next_snapshot, running.read_length = self._next_boundary(running), running.length
         if running.sequence.cache_salt is None or running.sequence.wants_prompt_logprobs:  # scored chunks are whole
             return []
         last = self._multiple(len(running.text) - 1, self._page_size)
@@ -82,14 +82,16 @@ class Snapshots:
     def after_read(self, running: Running) -> list[Move]:
         """Publish the snapshot of a boundary that the tokens just read have reached.
 
-        If none was taken it is taken now, unless a round follows that has folded tokens beyond the boundary.
+        If none was taken it is taken now, unless a round has folded tokens beyond the boundary: that just read has
+        folded those before it, one that follows those of both.
         """
         moves: list[Move] = []
         boundary = running.next_snapshot
+        folded, running.read_length = running.read_length, running.length
         if self._is_off(running) or running.length < boundary:
             return moves
         if running.covered_rounds < running.num_rounds:
-            if running.in_flight or not self._take(running):
+            if running.in_flight or folded > boundary or not self._take(running):
                 return moves
             moves.append(self._move(running, boundary))
         before, running.last_snapshot = running.last_snapshot, boundary
