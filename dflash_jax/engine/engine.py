@@ -29,7 +29,7 @@ from dflash_jax.engine.host.in_flight import InFlight, ScoreInFlight
 from dflash_jax.engine.host.outputs import EmissionCounts, stats_of, take_emitted, take_prompt_logprobs
 from dflash_jax.engine.host.scheduler import Running, Scheduler
 from dflash_jax.engine.host.sequence import Sequence
-from dflash_jax.engine.host.snapshots import Move, Snapshots, moves_of
+from dflash_jax.engine.host.snapshots import Move, Snapshots
 from dflash_jax.engine.programs.planner import PlannedChunk, PlannedRound, Planner, lacks_controls
 from dflash_jax.engine.programs.runner import ModelRunner
 from dflash_jax.engine.programs.store import compile_counter
@@ -303,7 +303,7 @@ class Engine:
         if length == 1 and self.spec.block > 1:  # the round drafts nothing: its features wait
             for running in rounds:
                 running.deferred += 1
-        self._copy_states(moves_of(map(self.snapshots.before_round, rounds)))
+        self._copy_states(self.snapshots.before_rounds(rounds))
         changed: list[Sequence] = []
         if "greedy_round" in steps:
             emitted = self.runner.greedy_round(tables(steps["greedy_round"]), length)

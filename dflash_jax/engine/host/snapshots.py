@@ -67,6 +67,10 @@ class Snapshots:
         self._publish(running, running.prefilled)
         return [move]
 
+    def before_rounds(self, rounds: Iterable[Running]) -> list[Move]:
+        """What `before_round` asks for, of all sequences of a round; costs a target without states nothing."""
+        return [] if self._pool is None else [move for running in rounds for move in self.before_round(running)]
+
     def before_round(self, running: Running) -> list[Move]:
         """Take a snapshot if the rounds in flight may have reached the next boundary of the answer."""
         if self._is_off(running):
@@ -86,9 +90,11 @@ class Snapshots:
         folded those before it, one that follows those of both.
         """
         moves: list[Move] = []
+        if self._is_off(running):
+            return moves
         boundary = running.next_snapshot
         folded, running.read_length = running.read_length, running.length
-        if self._is_off(running) or running.length < boundary:
+        if running.length < boundary:
             return moves
         if running.covered_rounds < running.num_rounds:
             if running.in_flight or folded > boundary or not self._take(running):
@@ -168,8 +174,3 @@ class Snapshots:
     def _multiple(tokens: int, step: int) -> int:
         """The greatest multiple of `step` up to so many tokens."""
         return tokens // step * step
-
-
-def moves_of(moves: Iterable[list[Move]]) -> list[Move]:
-    """All moves in one list."""
-    return [move for part in moves for move in part]
