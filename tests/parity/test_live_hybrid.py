@@ -10,7 +10,8 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from scripts.make_parity_vectors import conditional, outputs, random_ids
+from scripts.make_parity_vectors import outputs, random_ids
+from scripts.parity_cases import conditional
 from tests.hybrid_replay import EVENTS, Replay
 from tests.parity.models import build, optional, rope_fields
 from tests.parity_check import TOLERANCE, Target, check, error, whole
