@@ -6,6 +6,7 @@ themselves, so that a model of many layers traces and lowers each of them once.
 
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Peers, all_reduce, all_reduce_add_norm
+from pallas_kernels.experts import experts
 from pallas_kernels.largest_product import largest, largest_product
 from pallas_kernels.lib.masks import visible
 from pallas_kernels.lib.rotary import Rotary
@@ -22,6 +23,7 @@ __all__ = [
     "add_norm",
     "all_reduce",
     "all_reduce_add_norm",
+    "experts",
     "gated",
     "largest",
     "largest_product",

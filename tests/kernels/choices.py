@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from pallas_kernels import _compat
 from pallas_kernels.add_norm import ADD_NORM
 from pallas_kernels.all_reduce import ALL_REDUCE, ALL_REDUCE_ADD_NORM
+from pallas_kernels.experts import EXPERTS
 from pallas_kernels.gated_delta import FOLD, VERIFY, Kept, Weights
 from pallas_kernels.largest_product import LARGEST_PRODUCT
 from pallas_kernels.paged_attention import PAGED_ATTENTION
@@ -97,6 +98,7 @@ OPERATIONS = {  # by their name in the table; those of one name must choose alik
     "paged_attention": [PAGED_ATTENTION],
     "write_attend": [WRITE_ATTEND],
     "gated_delta": [VERIFY, FOLD],
+    "experts": [EXPERTS],
 }
 UNINTERPRETED = ("split_product", "largest_product", "all_reduce")  # which have no argument `interpret`
 
@@ -157,6 +159,8 @@ def calls() -> Iterator[tuple[str, str, list[tuple[Any, ...]]]]:
     for dtype in (BF16, F32):
         sizes = itertools.product((1, 16, 64, 65), (64, 96, 128, 256))
         yield "gated_delta", _name(dtype), [_gated_delta(dtype, *size) for size in sizes]
+    for dtype, sizes in itertools.product((BF16, F16, F32, E4M3), ((256, 512, 2048), (256, 64, 3072), (8, 24, 64))):
+        yield "experts", f"{_name(dtype)} {sizes}", [_experts(dtype, t, *sizes) for t in TOKENS]
     for operation in ("paged_attention", "write_attend"):
         for heads, dtype, B in itertools.product(HEADS, (BF16, E4M3), (1, 4, 16, 64)):
             yield operation, f"{_name(dtype)} {heads} x {B}", [*_attention(B, heads, dtype)]
@@ -182,6 +186,11 @@ def _gated_delta(dtype: Any, tape: int, key_dim: int) -> tuple[Kept, Weights]:
     kept = Kept(state, shape(32, 3 + tape, 16, channels, dtype=dtype), gates)  # type: ignore[arg-type]
     weights = shape(16, channels, 4, dtype=dtype), shape(48, dtype=F32), shape(48, dtype=F32)
     return kept, Weights(*weights)  # type: ignore[arg-type]
+
+
+def _experts(dtype: Any, tokens: int, X: int, M: int, D: int) -> tuple[Any, ...]:
+    weights = shape(X, 2, M, D, dtype=dtype), shape(X, D, M, dtype=dtype)
+    return shape(tokens, D, dtype=dtype), *weights, shape(tokens, 8, dtype=jnp.int32)
 
 
 def _attention(B: int, heads: tuple[int, int, int], dtype: Any, S: int = 64, q: Any = BF16) -> Iterator[tuple[Any]]:

@@ -169,6 +169,7 @@ import sys, jax.numpy as jnp, pallas_kernels as p
 x, head = jnp.ones((2, 64)), jnp.ones((128, 64))
 p.product(x, head), p.split_product(x, head), p.largest_product(x, head), p.swiglu(x, head.reshape(1, 2, 64, 64))
 p.add_norm(x, x, x[0], 1e-6), p.quantize_rows(x), p.quantize_gated(jnp.ones((2, 1, 2, 4)), x[:, 0], jnp.ones((1, 2, 4)))
+p.experts(x, head.reshape(1, 2, 64, 64), head[None, :64], jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1)))
 pool, ints, angles = jnp.ones((4, 2, 16, 64)), jnp.ones((1,), int), jnp.ones((1, 1, 32))
 rotary = p.Rotary(angles, angles)
 table = jnp.zeros((1, 2), int)

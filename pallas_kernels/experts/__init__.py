@@ -1,0 +1,94 @@
+"""The routed experts of a mixture-of-experts MLP.
+
+Letters beside the project's: X experts, k of them chosen by a token, M the width of an expert, P = T k pairs of a token
+and one of its experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import registry
+from pallas_kernels.registry import AMPERE_ON
+
+__all__ = ["EXPERTS", "experts"]
+
+Implementation = Literal["triton", "reference"]
+
+EXPERTS = registry.Operation(  # a call is (x, gate_up, down, chosen)
+    "experts",
+    (
+        registry.Implementation(
+            "triton", "pallas_kernels.experts.triton:experts", AMPERE_ON, refusal="refusal", interprets=True
+        ),
+        registry.Implementation("reference", "pallas_kernels.experts.reference:experts"),
+    ),
+)
+
+
+def experts(
+    x: Float[Array, "*T D"],
+    gate_up: Float[Array, "X 2 M D"],
+    down: Float[Array, "X D M"],
+    chosen: Int[Array, "*T k"],
+    weights: Float[Array, "*T k"],
+    *,
+    implementation: Implementation | None = None,
+    interpret: bool = False,
+) -> Float[Array, "*T D"]:
+    """Sum over the chosen experts of each token: weight * down(silu(gate(x)) * up(x)).
+
+    Only experts that a token chose are read. What a row gives does not depend on the other rows, except for the order
+    of the sums within products, which may change with the number of tokens.
+
+    Args:
+      x: the normed input of the MLP; bf16 or f16 (f32: reference only).
+      gate_up: of each expert, the M rows of gate, then those of up; dtype like x. M may be a device's share of the
+        width: then the caller sums over devices, and has a ``shard_map`` around the call.
+      down: of each expert; dtype like x.
+      chosen: experts of each token, int32, none twice; a number outside 0..X-1 skips the pair, as for padding.
+      weights: of these experts, float32; those of skipped pairs are not used.
+      implementation: ``"triton"`` or ``"reference"``; None picks Triton on NVIDIA GPUs from sm_80 on. Only the
+        reference can be differentiated.
+      interpret: run the Triton kernels in Pallas' interpreter, on any backend (tests).
+
+    Returns:
+      The sums, in the dtype of x; zeros for a token whose pairs are all skipped. Products of gate and up are summed in
+      float32 and rounded to the dtype of x before they meet, as are the hidden units; the rest is float32 to the end.
+
+    Raises:
+      ValueError: shapes or dtypes that do not belong together; the message prints them.
+      NotImplementedError: the chosen implementation cannot do the call; the message says why.
+
+    Source: transformers' ``qwen3_5_moe``, which rounds more often.
+    """
+    _check(x, gate_up, down, chosen, weights)
+    run = EXPERTS.function(implementation, (x, gate_up, down, chosen), interpret=interpret)
+    out: Array = run(x, gate_up, down, chosen, weights)
+    return out
+
+
+def _check(x: Any, gate_up: Any, down: Any, chosen: Any, weights: Any) -> None:
+    """Raise ValueError for shapes or dtypes that do not belong together."""
+    if gate_up.ndim != 4 or gate_up.shape[1] != 2:
+        raise ValueError(f"gate_up must be [X, 2, M, D]; got {list(gate_up.shape)}")
+    X, _, M, D = gate_up.shape
+    if x.ndim < 1 or x.shape[-1] != D or down.shape != (X, D, M):
+        raise ValueError(
+            f"x must be [*T, D] and down [X, D, M] for gate_up {list(gate_up.shape)}; got {list(x.shape)} and "
+            f"{list(down.shape)}"
+        )
+    if chosen.ndim != x.ndim or chosen.shape[:-1] != x.shape[:-1] or weights.shape != chosen.shape:
+        raise ValueError(
+            f"chosen and weights must be [*T, k] for x {list(x.shape)}; got {list(chosen.shape)} and "
+            f"{list(weights.shape)}"
+        )
+    if not x.dtype == gate_up.dtype == down.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"x, gate_up and down must be floating, and of one dtype; got {x.dtype}, {gate_up.dtype} and {down.dtype}"
+        )
+    if chosen.dtype != jnp.int32 or weights.dtype != jnp.float32:
+        raise ValueError(f"chosen must be int32 and weights float32; got {chosen.dtype} and {weights.dtype}")

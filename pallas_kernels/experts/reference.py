@@ -1,0 +1,65 @@
+"""The routed experts in plain jnp: the oracle of the kernels, the path of CPUs and TPUs, and differentiable.
+
+A loop goes over blocks of rows of one expert: weights of experts that no token chose are not read, and memory is
+bounded by a block's. Gradients are exact, but each block adds to a gradient as large as all experts.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import _compat
+from pallas_kernels.experts.sort import rows_of, sort
+
+MIN_ROWS = 2  # of a block; for a single row XLA's CPUs would widen the weight in memory first
+
+
+def experts(
+    x: Float[Array, "*T D"],
+    gate_up: Float[Array, "X 2 M D"],
+    down: Float[Array, "X D M"],
+    chosen: Int[Array, "*T k"],
+    weights: Float[Array, "*T k"],
+) -> Float[Array, "*T D"]:
+    """See ``pallas_kernels.experts``; it sums over a token's experts by their number."""
+    (X, _, _, D), k = gate_up.shape, chosen.shape[-1]
+    tokens = x.size // D
+    if tokens * k == 0:
+        return jnp.zeros_like(x)
+    rows = max(MIN_ROWS, min(rows_of(tokens * k, X, least=8), tokens))
+    operands = (x.reshape(-1, D), gate_up, down, chosen.reshape(-1, k), weights.reshape(-1))
+    zeros = [jnp.zeros((size, D), jnp.float32) for size in (tokens, rows)]
+    x_rows, gate_up, down, chosen, scales, total, nothing = _compat.vary_alike(*operands, *zeros)
+    pairs, *blocks = sort(chosen, X, rows)
+
+    @jax.checkpoint  # or the loop would keep each block's weights for the gradient
+    def block(x_rows: Array, gate_up: Array, down: Array, scales: Array, expert: Array, pair: Array) -> Array:
+        def products() -> Array:
+            hidden = _hidden(x_rows[pair // k], lax.dynamic_index_in_dim(gate_up, expert, keepdims=False))
+            out = _product(hidden, lax.dynamic_index_in_dim(down, expert, keepdims=False))
+            return out * scales[pair, None].astype(jnp.float32)
+
+        return lax.cond(expert >= 0, products, lambda: nothing)
+
+    def add(total: Array, at: tuple[Array, ...]) -> tuple[Array, None]:
+        expert, first, end = at
+        place = first + jnp.arange(rows, dtype=jnp.int32)
+        pair = pairs.at[place].get(mode="clip")
+        out = block(x_rows, gate_up, down, scales, expert, pair)
+        return total.at[jnp.where(place < end, pair // k, tokens)].add(out, mode="drop"), None
+
+    total, _ = lax.scan(add, total, tuple(blocks))
+    return total.astype(x.dtype).reshape(x.shape)
+
+
+def _hidden(x: Float[Array, "R D"], gate_up: Float[Array, "2 M D"]) -> Float[Array, "R M"]:
+    gate, up = (_product(x, weight).astype(x.dtype).astype(jnp.float32) for weight in gate_up)
+    return (jax.nn.silu(gate) * up).astype(x.dtype)
+
+
+def _product(x: Float[Array, "R D"], weight: Float[Array, "O D"]) -> Float[Array, "R O"]:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)

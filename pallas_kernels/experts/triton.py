@@ -1,0 +1,240 @@
+"""The routed experts on Pallas' Triton backend: a product with gate and up, one with down, and the sum over experts.
+
+A program multiplies some rows of one expert's weight by the tokens of a block, along all inputs, so weights stream
+through once. Rows of the weight are the first operand of the MMA, tokens the second. Up to 16 tokens need no sorting: a
+block's rows are all tokens, and each program finds out by itself which of them chose its expert.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import _compat
+from pallas_kernels.experts.config import Config, Tile, default_config, fitted
+from pallas_kernels.experts.triton_sort import sort
+from pallas_kernels.lib.measured import MAX_STREAM_TOKENS, tokens_of
+
+LEAST = 16  # rows and inputs of a tile: the least that the MMA takes
+
+
+class Work(NamedTuple):
+    """What the programs of both products have to do.
+
+    Attributes:
+        operands: from which a program finds its rows.
+        find: inside a kernel, the rows of a block; takes references to the operands, and the number of the block.
+        blocks: how many there are.
+    """
+
+    operands: tuple[Array, ...]
+    find: Callable[[Any, Any], Rows]
+    blocks: int
+
+
+class Rows(NamedTuple):
+    """The rows of a block, inside a kernel.
+
+    Attributes:
+        expert: theirs; no number of an expert if there is nothing to do.
+        pair: of each row; P, which is out of range, for one that does not exist.
+        exists: whether the row does.
+    """
+
+    expert: Any
+    pair: jax.Array
+    exists: jax.Array
+
+
+def refusal(x: Any, gate_up: Any, down: Any, chosen: Any) -> str | None:
+    """Say why the Triton backend cannot do this call, or None."""
+    del down, chosen
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"The Triton experts take bf16 and f16; these are {x.dtype}."
+    if any(size % LEAST for size in gate_up.shape[2:]):
+        return (
+            f"The Triton experts need widths that {LEAST} divides; these are {gate_up.shape[3]} (of tokens) and "
+            f"{gate_up.shape[2]} (of experts)."
+        )
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+def experts(
+    x: Float[Array, "*T D"],
+    gate_up: Float[Array, "X 2 M D"],
+    down: Float[Array, "X D M"],
+    chosen: Int[Array, "*T k"],
+    weights: Float[Array, "*T k"],
+    *,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "*T D"]:
+    """See ``pallas_kernels.experts``; it sums over a token's experts in the order in which they stand in ``chosen``."""
+    if reason := refusal(x, gate_up, down, chosen):
+        raise NotImplementedError(reason)
+    (X, _, M, D), k = gate_up.shape, chosen.shape[-1]
+    tokens = tokens_of(x)
+    if tokens * k == 0:
+        return jnp.zeros_like(x)
+    config = fitted(config or default_config(tokens, k, X, M), M, D)
+    operands = (x.reshape(-1, D), gate_up, down, chosen.reshape(-1, k), weights.reshape(-1, k))
+    x_rows, gate_up, down, chosen, scales = _compat.vary_alike(*operands)
+    work = plan(chosen, X, config, interpret=interpret)
+    hidden = gate_up_product(x_rows, gate_up, work, k, config.gate_up, interpret=interpret)
+    parts = down_product(hidden, down, scales, work, config.down, interpret=interpret)
+    return summed(parts, chosen, X).astype(x.dtype).reshape(x.shape)
+
+
+def plan(chosen: Int[Array, "T k"], experts: int, config: Config, *, interpret: bool) -> Work:
+    """The work of a call."""
+    tokens, k = chosen.shape
+    if tokens <= MAX_STREAM_TOKENS:
+        return Work((chosen,), _rows_of_tokens, tokens * k)
+    blocks = sort(chosen, experts, config.tokens, interpret=interpret)
+    return Work(tuple(blocks), functools.partial(_rows_of_list, rows=config.tokens), len(blocks.expert))
+
+
+def gate_up_product(
+    x: Float[Array, "T D"], gate_up: Float[Array, "X 2 M D"], work: Work, k: int, tile: Tile, *, interpret: bool
+) -> Float[Array, "P M"]:
+    """Hidden units of each pair; those of skipped pairs are not written."""
+    X, _, M, D = gate_up.shape
+    [hidden] = _compat.triton_call(
+        functools.partial(_gate_up, find=work.find, tile=tile, k=k, units=M),
+        grid=(work.blocks * (M // tile.rows),),
+        out_shape=[_compat.out_like((len(x) * k, M), x.dtype, x)],
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        interpret=interpret,
+        name="experts_gate_up",
+    )(work.operands, x, gate_up.reshape(2 * X * M, D))
+    return hidden
+
+
+def down_product(
+    hidden: Float[Array, "P M"],
+    down: Float[Array, "X D M"],
+    weights: Float[Array, "T k"],
+    work: Work,
+    tile: Tile,
+    *,
+    interpret: bool,
+) -> Float[Array, "T k D"]:
+    """Weighted outputs of each pair, float32; those of skipped pairs are not written."""
+    X, D, M = down.shape
+    [parts] = _compat.triton_call(
+        functools.partial(_down, find=work.find, tile=tile, width=D),
+        grid=(work.blocks * (D // tile.rows),),
+        out_shape=[_compat.out_like((weights.size, D), jnp.float32, hidden)],
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        interpret=interpret,
+        name="experts_down",
+    )(work.operands, hidden, down.reshape(X * D, M), weights.reshape(-1))
+    return parts.reshape(*weights.shape, D)
+
+
+def summed(parts: Float[Array, "T k D"], chosen: Int[Array, "T k"], experts: int) -> Float[Array, "T D"]:
+    """Sum over each token's experts, skipped pairs left out.
+
+    The order is fixed by one addition a pair. XLA fuses them with what the caller does with the sum.
+    """
+    is_pair = ((chosen >= 0) & (chosen < experts))[:, :, None]
+    terms = [jnp.where(is_pair[:, j], parts[:, j], 0) for j in range(parts.shape[1])]
+    return functools.reduce(jnp.add, terms)
+
+
+def _gate_up(
+    operands: Any, x: Any, weight: Any, hidden: Any, *, find: Callable[..., Rows], tile: Tile, k: int, units: int
+) -> None:
+    """One program: some hidden units of the rows of a block."""
+    block, part = _place(units // tile.rows)
+    rows = find(operands, block)
+
+    @pl.when((rows.expert >= 0) & (rows.expert < weight.shape[0] // (2 * units)))
+    def _() -> None:
+        unit = part * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
+        gate = 2 * units * rows.expert + unit
+        sums = _products(x, rows.pair // k, rows.exists, weight, [gate, gate + units], tile.depth)
+        opened, up = (product.astype(hidden.dtype).astype(jnp.float32) for product in sums)
+        _store(opened / (1 + jnp.exp(-opened)) * up, hidden, rows, unit)
+
+
+def _down(
+    operands: Any, hidden: Any, weight: Any, weights: Any, parts: Any, *,
+    find: Callable[..., Rows], tile: Tile, width: int,
+) -> None:  # fmt: skip
+    """One program: some outputs of the rows of a block."""
+    block, part = _place(width // tile.rows)
+    rows = find(operands, block)
+
+    @pl.when((rows.expert >= 0) & (rows.expert < weight.shape[0] // width))
+    def _() -> None:
+        column = part * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
+        [sums] = _products(hidden, rows.pair, rows.exists, weight, [width * rows.expert + column], tile.depth)
+        scale = pltriton.load(weights.at[rows.pair], mask=rows.exists, other=0.0)
+        _store(sums * scale[None, :], parts, rows, column)
+
+
+def _place(parts: int) -> tuple[Any, Any]:
+    """Block and part of a program; programs of a block follow each other, so that what they share stays in L2."""
+    program = pl.program_id(0)
+    return lax.div(program, jnp.int32(parts)), lax.rem(program, jnp.int32(parts))
+
+
+def _rows_of_tokens(operands: Any, block: Any) -> Rows:
+    """Rows of up to 16 tokens: a row is a token, and a block is done by the first pair with its expert."""
+    [chosen] = operands
+    tokens, k = chosen.shape
+    mine = lax.div(block, jnp.int32(k))
+    expert = chosen[mine, lax.rem(block, jnp.int32(k))]
+    shape = (MAX_STREAM_TOKENS, pl.next_power_of_2(k))
+    token, j = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
+    ids = pltriton.load(chosen.at[token, j], mask=(token < tokens) & (j < k), other=-1)
+    is_mine = ids == expert
+    is_done_before = jnp.sum((is_mine & (token < mine)).astype(jnp.int32)) > 0
+    pair = jnp.max(jnp.where(is_mine, token * k + j, -1), axis=1)
+    return Rows(jnp.where(is_done_before, -1, expert), jnp.where(pair >= 0, pair, tokens * k), pair >= 0)
+
+
+def _rows_of_list(operands: Any, block: Any, *, rows: int) -> Rows:
+    """Rows of a block of a sorted list."""
+    pairs, experts, firsts, ends = operands
+    place = firsts[block] + jnp.arange(rows, dtype=jnp.int32)
+    exists = place < ends[block]
+    return Rows(experts[block], pltriton.load(pairs.at[place], mask=exists, other=pairs.shape[0]), exists)
+
+
+def _products(x: Any, row: Any, exists: Any, weight: Any, outputs: list[jax.Array], depth: int) -> list[jax.Array]:
+    """The product of each set of rows of the weight with some rows of x, float32 [row of the weight, row of x]."""
+
+    def step(i: Any, sums: Any) -> Any:
+        column = (i * depth + jnp.arange(depth, dtype=jnp.int32))[None, :]
+        inputs = pltriton.load(x.at[row[:, None], column], mask=exists[:, None], other=0.0).T
+        tiles = [_weight_tile(weight, output, column) for output in outputs]
+        return [total + pltriton.dot(tile, inputs) for total, tile in zip(sums, tiles, strict=True)]
+
+    zeros = [jnp.zeros((len(output), len(row)), jnp.float32) for output in outputs]
+    sums: list[jax.Array] = lax.fori_loop(0, x.shape[1] // depth, step, zeros)
+    return sums
+
+
+def _weight_tile(weight: Any, row: jax.Array, column: jax.Array) -> jax.Array:
+    """A tile of a weight, as it is multiplied: the one place that knows how weights are stored."""
+    tile: jax.Array = pltriton.load(weight.at[row[:, None], column])
+    return tile
+
+
+def _store(values: jax.Array, out: Any, rows: Rows, column: jax.Array) -> None:
+    """Write values [column, row] to ``out`` [pair, column]."""
+    target = out.at[rows.pair[None, :], column[:, None]]
+    pltriton.store(target, values.astype(out.dtype), mask=jnp.broadcast_to(rows.exists[None, :], values.shape))
