@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import registry
 from pallas_kernels.registry import AMPERE_ON
 
-__all__ = ["EXPERTS", "experts"]
+__all__ = ["EXPERTS", "Implementation", "experts"]
 
 Implementation = Literal["triton", "reference"]
 
