@@ -25,7 +25,7 @@ TILES = tuple(
     Tile(rows, columns, extra_bytes=8 * (rows + columns))
     for rows, columns in ((256, 192), (256, 128), (128, 256), (128, 192))
 )
-MIN_STEPS = 8  # of ``products.STEP`` bytes: more than any ring holds, which ``enter`` relies on
+MIN_STEPS = 8  # of ``products.STEP`` bytes: more than any ring holds, which ``fetch`` relies on
 MIN_ROWS = 256  # of the weight: the widest tile
 PART = 64  # columns that are searched at a time
 MEASURED_ROWS = 16384  # of the weight: smaller ones were not measured
@@ -124,8 +124,8 @@ def _largest(
         """First row of a piece; the last piece overlaps the one before, since TMA brings zeros from beyond the end."""
         return jnp.minimum(piece * columns, V - columns)
 
-    def enter(i: Any, piece: Any) -> None:
-        """Copy the scales of a tile into one of two slots.
+    def fetch(i: Any, block: Any, piece: Any) -> products.Copy:
+        """Copy the scales of a tile into one of two slots, and say how to copy the rest.
 
         The slot is free: when the producer starts tile i, the consumers have given back the first slots of the ring for
         tile i - 1, since a tile has more steps than the ring, and so are done with tile i - 2.
@@ -135,8 +135,13 @@ def _largest(
             source = scales.at[pl.ds(first_of(piece), columns)]
             plgpu.copy_gmem_to_smem(source, s["scales_s"].at[slot], s["scales_full"].at[slot])
 
-    def fetch(piece: Any, inputs: Any, target: Any, barrier: Any) -> None:
-        plgpu.copy_gmem_to_smem(weight.at[pl.ds(first_of(piece), columns), inputs], target, barrier)
+        rows = products.block_rows(plan.tile, block)
+
+        def copy(inputs: Any, x_s: Any, weight_s: Any, barrier: Any) -> None:
+            plgpu.copy_gmem_to_smem(x.at[rows, inputs], x_s, barrier)
+            plgpu.copy_gmem_to_smem(weight.at[pl.ds(first_of(piece), columns), inputs], weight_s, barrier)
+
+        return copy
 
     def finish(values: jax.Array, i: Any, block: Any, piece: Any, me: Any) -> None:
         """Write the largest product of each row, and the first column that has it.
@@ -170,4 +175,4 @@ def _largest(
         for name, out in (("value_s", value), ("index_s", index)):
             plgpu.copy_smem_to_gmem(s[name].at[me], out.at[piece, rows])
 
-    products.multiply(x, plan, fetch, finish, s, enter, None if length is None else length[0])
+    products.multiply(plan, fetch, finish, s, None if length is None else length[0])

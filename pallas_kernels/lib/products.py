@@ -29,6 +29,7 @@ from pallas_kernels.lib.shared_memory import tiled
 STEP = 128  # bytes of a row that a step reads (or a multiple): TMA's widest swizzle
 ALIGNED = 8  # rows; arrays that TMA copies hold a multiple of them, since tiles of shared memory have 8 rows
 BAND = 8  # blocks of rows that CTAs work on together, so that the weight that they read at a time stays in L2
+Copy = Callable[[Any, Any, Any, Any], None]
 _SHARED_MEMORY = 225 * 1024  # bytes of a CTA: 227 KiB less 2 KiB for barriers and alignment
 
 
@@ -143,6 +144,11 @@ def best(plans: Iterable[Plan]) -> Plan:
     return min(plans, key=lambda plan: plan.cost)
 
 
+def block_rows(tile: Tile, block: Any) -> Any:
+    """The rows of a block."""
+    return pl.ds(block * tile.rows, tile.rows)
+
+
 def consumer_rows(tile: Tile, me: Any) -> Any:
     """The rows of a tile that consumer ``me`` multiplies."""
     count = tile.rows // tile.consumers
@@ -205,26 +211,22 @@ def ring(plan: Plan, dtype: Any) -> dict[str, Any]:
 
 
 def multiply(
-    x: Any,
     plan: Plan,
-    fetch: Callable[[Any, Any, Any, Any], None],
+    fetch: Callable[[Any, Any, Any], Copy],
     finish: Callable[..., None],
     s: dict[str, Any],
-    enter: Callable[[Any, Any], None] = lambda i, piece: None,
     length: Any = None,
 ) -> None:
     """The body of one CTA.
 
     Args:
-      x: reference to the rows.
       plan: of the product.
-      fetch: starts the copies of a step's part of the weight; takes the piece, the slice of the inputs, the target in
-        shared memory and the barrier.
+      fetch: what the producer does at the start of a tile; takes the number of tiles that the CTA has done, the block
+        and the piece, and returns what starts the copies of a step: it takes the slice of the inputs, the targets for
+        rows of x and of the weight in shared memory, and the barrier.
       finish: what a consumer does with its products; takes the products, the number of tiles that the CTA has done, the
         block, the piece and the number of the consumer.
       s: the kernel's scratch.
-      enter: what the producer does at the start of a tile; takes the number of tiles that the CTA has done, and the
-        piece.
       length: only the first ``length`` rows are needed; None is all.
     """
     cta, me, consumers = lax.axis_index("cta"), lax.axis_index("warpgroup"), plan.tile.consumers
@@ -237,9 +239,7 @@ def multiply(
 
         def produce(i: Any, nothing: None) -> None:
             block, piece = plan.place(cta + i * plan.clusters, blocks)
-            enter(i, piece)
-            rows = pl.ds(block * plan.tile.rows, plan.tile.rows)
-            _produce(x, rows, i * plan.steps, plan, lambda *where: fetch(piece, *where), s)
+            _produce(i * plan.steps, plan, fetch(i, block, piece), s)
 
         lax.fori_loop(0, count, produce, None)
 
@@ -255,7 +255,7 @@ def multiply(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _produce(x: Any, rows: Any, first: Any, plan: Plan, fetch: Callable[..., None], s: dict[str, Any]) -> None:
+def _produce(first: Any, plan: Plan, copy: Copy, s: dict[str, Any]) -> None:
     """Copy the steps of a tile into the ring, as slots come free."""
     depth = s["x_s"].shape[-1]
     start = lax.axis_index("member") * plan.steps if plan.tile.splits > 1 else 0
@@ -267,8 +267,7 @@ def _produce(x: Any, rows: Any, first: Any, plan: Plan, fetch: Callable[..., Non
         def _():
             plgpu.barrier_wait(s["empty"].at[slot])
 
-        plgpu.copy_gmem_to_smem(x.at[rows, inputs], s["x_s"].at[slot], s["full"].at[slot])
-        fetch(inputs, s["weight_s"].at[slot], s["full"].at[slot])
+        copy(inputs, s["x_s"].at[slot], s["weight_s"].at[slot], s["full"].at[slot])
 
     lax.fori_loop(0, plan.steps, step, None)
 

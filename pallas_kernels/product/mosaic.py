@@ -128,8 +128,15 @@ def _product(x: Any, weight: Any, out: Any, *, plan: Plan, **s: Any) -> None:
     """The body of one CTA; ``s`` is its scratch."""
     columns = plan.tile.columns
 
-    def fetch(piece: Any, inputs: Any, target: Any, barrier: Any) -> None:
-        plgpu.copy_gmem_to_smem(weight.at[pl.ds(piece * columns, columns), inputs], target, barrier)
+    def fetch(i: Any, block: Any, piece: Any) -> products.Copy:
+        del i
+        rows = products.block_rows(plan.tile, block)
+
+        def copy(inputs: Any, x_s: Any, weight_s: Any, barrier: Any) -> None:
+            plgpu.copy_gmem_to_smem(x.at[rows, inputs], x_s, barrier)
+            plgpu.copy_gmem_to_smem(weight.at[pl.ds(piece * columns, columns), inputs], weight_s, barrier)
+
+        return copy
 
     def finish(values: jax.Array, i: Any, block: Any, piece: Any, me: Any) -> None:
         del i
@@ -140,4 +147,4 @@ def _product(x: Any, weight: Any, out: Any, *, plan: Plan, **s: Any) -> None:
         tokens = pl.ds(block * plan.tile.rows + rows.start, rows.size)
         plgpu.copy_smem_to_gmem(s["out_s"].at[me], out.at[tokens, products.finished_columns(plan, piece)])
 
-    products.multiply(x, plan, fetch, finish, s)
+    products.multiply(plan, fetch, finish, s)

@@ -126,11 +126,18 @@ def _swiglu(x: Any, weight: Any, out: Any, *, plan: Plan, **s: Any) -> None:
     def place(piece: Any) -> tuple[Any, Any]:
         return lax.div(piece, pieces), pl.ds(lax.rem(piece, pieces) * units, units)
 
-    def fetch(piece: Any, inputs: Any, target: Any, barrier: Any) -> None:
-        part, rows = place(piece)
-        for half in range(2):
-            source = weight.at[part, half, rows, inputs]
-            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(half * units, units)], barrier)
+    def fetch(i: Any, block: Any, piece: Any) -> products.Copy:
+        del i
+        tokens = products.block_rows(plan.tile, block)
+
+        def copy(inputs: Any, x_s: Any, weight_s: Any, barrier: Any) -> None:
+            plgpu.copy_gmem_to_smem(x.at[tokens, inputs], x_s, barrier)
+            part, rows = place(piece)
+            for half in range(2):
+                source = weight.at[part, half, rows, inputs]
+                plgpu.copy_gmem_to_smem(source, weight_s.at[pl.ds(half * units, units)], barrier)
+
+        return copy
 
     def finish(gate_up: jax.Array, i: Any, block: Any, piece: Any, me: Any) -> None:
         """Combine gate and up, each rounded to the result's dtype, and leave the result to TMA."""
@@ -145,4 +152,4 @@ def _swiglu(x: Any, weight: Any, out: Any, *, plan: Plan, **s: Any) -> None:
         tokens = pl.ds(block * plan.tile.rows + rows.start, rows.size)
         plgpu.copy_smem_to_gmem(s["out_s"].at[me], out.at[tokens, part, columns])
 
-    products.multiply(x, plan, fetch, finish, s)
+    products.multiply(plan, fetch, finish, s)
