@@ -57,7 +57,8 @@ def experts(
 
     Returns:
       The sums, in the dtype of x; zeros for a token whose pairs are all skipped. Products of gate and up are summed in
-      float32 and rounded to the dtype of x before they meet, as are the hidden units; the rest is float32 to the end.
+      float32 and rounded to the dtype of x before they meet, as are the hidden units. The rest is float32 to the end,
+      except that with many pairs an expert the kernels round each expert's part to the dtype of x, half the bytes.
 
     Raises:
       ValueError: shapes or dtypes that do not belong together; the message prints them.

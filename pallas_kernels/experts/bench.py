@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_kernels.experts import Implementation, experts, triton
-from pallas_kernels.experts.config import Config, Tile, default_config, fitted
+from pallas_kernels.experts.config import MANY_ROWS, Config, Tile, default_config, fitted
 from pallas_kernels.lib import timing
 
 MODELS = {"35b": (256, 512, 2048), "122b": (256, 1024, 3072), "122b-tp4": (256, 256, 3072)}  # X, M, D
@@ -129,7 +129,8 @@ def one_step(step: str, config: Config) -> Run:
             return work.operands
         if step == "gate_up":
             return triton.gate_up_product(x, gate_up, work, CHOSEN, config.gate_up, interpret=False)
-        return triton.down_product(hidden, down, weights, work, config.down, interpret=False)
+        dtype = jnp.float32 if config.tokens < MANY_ROWS else x.dtype
+        return triton.down_product(hidden, down, weights, work, config.down, dtype, interpret=False)
 
     return run
 

@@ -8,6 +8,7 @@ from pallas_kernels import _compat
 from pallas_kernels.experts.sort import rows_of
 from pallas_kernels.lib.measured import MAX_STREAM_TOKENS
 
+MANY_ROWS = 64  # of a block, from which on parts are rounded: else they would be a third of the time
 _HOPPER_BYTES, _OTHER_BYTES = 224 * 1024, 96 * 1024  # of shared memory that a program may have; sm_86 and sm_89 least
 
 
@@ -47,7 +48,7 @@ def default_config(tokens: int, k: int, experts: int, width: int) -> Config:
     Few rows of the weight are for few experts, so that there is a program for each multiprocessor.
     """
     rows = MAX_STREAM_TOKENS if tokens <= MAX_STREAM_TOKENS else rows_of(tokens * k, experts, MAX_STREAM_TOKENS)
-    if rows >= 64:
+    if rows >= MANY_ROWS:
         return Config(rows, Tile(128, 64, 3, 8), Tile(128, 64, 4, 8))
     touched = min(tokens * k, experts)
     gate_up = 64 if touched * width >= 64 * _compat.sm_count() else 32

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
-from pallas_kernels.experts.config import Config, Tile, default_config, fitted
+from pallas_kernels.experts.config import MANY_ROWS, Config, Tile, default_config, fitted
 from pallas_kernels.experts.triton_sort import sort
 from pallas_kernels.lib.measured import MAX_STREAM_TOKENS, tokens_of
 
@@ -90,7 +90,8 @@ def experts(
     x_rows, gate_up, down, chosen, scales = _compat.vary_alike(*operands)
     work = plan(chosen, X, config, interpret=interpret)
     hidden = gate_up_product(x_rows, gate_up, work, k, config.gate_up, interpret=interpret)
-    parts = down_product(hidden, down, scales, work, config.down, interpret=interpret)
+    dtype = jnp.float32 if config.tokens < MANY_ROWS else x.dtype
+    parts = down_product(hidden, down, scales, work, config.down, dtype, interpret=interpret)
     return summed(parts, chosen, X).astype(x.dtype).reshape(x.shape)
 
 
@@ -126,15 +127,16 @@ def down_product(
     weights: Float[Array, "T k"],
     work: Work,
     tile: Tile,
+    dtype: Any,
     *,
     interpret: bool,
 ) -> Float[Array, "T k D"]:
-    """Weighted outputs of each pair, float32; those of skipped pairs are not written."""
+    """Weighted outputs of each pair; those of skipped pairs are not written."""
     X, D, M = down.shape
     [parts] = _compat.triton_call(
         functools.partial(_down, find=work.find, tile=tile, width=D),
         grid=(work.blocks * (D // tile.rows),),
-        out_shape=[_compat.out_like((weights.size, D), jnp.float32, hidden)],
+        out_shape=[_compat.out_like((weights.size, D), dtype, hidden)],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=interpret,
@@ -144,12 +146,12 @@ def down_product(
 
 
 def summed(parts: Float[Array, "T k D"], chosen: Int[Array, "T k"], experts: int) -> Float[Array, "T D"]:
-    """Sum over each token's experts, skipped pairs left out.
+    """Sum over each token's experts in float32, skipped pairs left out.
 
     The order is fixed by one addition a pair. XLA fuses them with what the caller does with the sum.
     """
     is_pair = ((chosen >= 0) & (chosen < experts))[:, :, None]
-    terms = [jnp.where(is_pair[:, j], parts[:, j], 0) for j in range(parts.shape[1])]
+    terms = [jnp.where(is_pair[:, j], parts[:, j].astype(jnp.float32), 0) for j in range(parts.shape[1])]
     return functools.reduce(jnp.add, terms)
 
 
