@@ -12,15 +12,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
-from pallas_kernels.registry import AMPERE_ON
+from pallas_kernels.registry import AMPERE_ON, HOPPER
 
 __all__ = ["EXPERTS", "Implementation", "experts"]
 
-Implementation = Literal["triton", "reference"]
+Implementation = Literal["mosaic", "triton", "reference"]
 
 EXPERTS = registry.Operation(  # a call is (x, gate_up, down, chosen)
     "experts",
     (
+        registry.Implementation(
+            "mosaic", "pallas_kernels.experts.mosaic:experts", HOPPER, slower="slower", refusal="refusal"
+        ),
         registry.Implementation(
             "triton", "pallas_kernels.experts.triton:experts", AMPERE_ON, refusal="refusal", interprets=True
         ),
@@ -51,8 +54,8 @@ def experts(
       down: of each expert; dtype like x.
       chosen: experts of each token, int32, none twice; a number outside 0..X-1 skips the pair, as for padding.
       weights: of these experts, float32; those of skipped pairs are not used.
-      implementation: ``"triton"`` or ``"reference"``; None picks Triton on NVIDIA GPUs from sm_80 on. Only the
-        reference can be differentiated.
+      implementation: ``"mosaic"``, for up to 32 tokens and for many, ``"triton"`` or ``"reference"``; None picks Triton
+        on NVIDIA GPUs from sm_80 on. Only the reference can be differentiated.
       interpret: run the Triton kernels in Pallas' interpreter, on any backend (tests).
 
     Returns:

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_kernels.experts import Implementation, experts, triton
+from pallas_kernels.experts import Implementation, experts, mosaic, triton
 from pallas_kernels.experts.config import MANY_ROWS, Config, Tile, default_config, fitted
+from pallas_kernels.experts.sort import MOST_ROWS
 from pallas_kernels.lib import timing
+from pallas_kernels.lib.products import STEP
 
 MODELS = {"35b": (256, 512, 2048), "122b": (256, 1024, 3072), "122b-tp4": (256, 256, 3072)}  # X, M, D
 CHOSEN = 8
@@ -119,6 +121,16 @@ def whole(implementation: Implementation) -> Run:
     return run
 
 
+def whole_mosaic(config: mosaic.Config) -> Run:
+    """A call of the Mosaic kernels with other tiles."""
+
+    def run(gate_up: Array, down: Array, hidden: Array, x: Array, chosen: Array, weights: Array) -> Array:
+        del hidden
+        return mosaic.experts(x, gate_up, down, chosen, weights, config=config)
+
+    return run
+
+
 def one_step(step: str, config: Config) -> Run:
     """One of Triton's kernels by itself, after the sorting."""
 
@@ -150,6 +162,24 @@ def variants(tokens: int, model: str, args: argparse.Namespace) -> Iterator[tupl
                 yield step, f"{rows}: {'x'.join(map(str, words))}", one_step(step, config)
     if tokens > 16:
         yield "sort", "", one_step("sort", default)
+    if "mosaic" in args.implementations and (mosaic.is_few(tokens, CHOSEN * tokens) or default.tokens == MOST_ROWS):
+        for tiles in mosaic_tiles(tokens, M, D):
+            cut = " ".join(f"{tile.rows}x{tile.columns}x{tile.step}" for tile in tiles)
+            yield "experts", f"mosaic {cut}", whole_mosaic(tiles)
+
+
+def mosaic_tiles(tokens: int, width: int, inputs: int) -> Iterator[mosaic.Config]:
+    """The default tiles with another one in the place of each."""
+    default = mosaic.default_config(tokens, CHOSEN, width, inputs)
+    few = mosaic.is_few(tokens, tokens * CHOSEN)
+    for step in (STEP, 2 * STEP) if few else (STEP,):
+        for units in (32, 64, 128) if few else (64, 96, 128):
+            if inputs * 2 % step == 0:
+                yield default._replace(gate_up=mosaic.gate_up_tile(default.gate_up.rows, units, step))
+        for columns in (64, 128, 256) if few else (128, 192, 256):
+            if width * 2 % step == 0:
+                tile = mosaic.down_tile(default.down.rows, columns, 4 if few else 2, step)
+                yield default._replace(down=tile)
 
 
 def kernels(compiled: Any) -> int:
@@ -204,12 +234,16 @@ def check(model: str, weights: Any, args: argparse.Namespace) -> None:
     """Print errors against plain JAX, and of many tokens against the last of them alone."""
     gate_up, down, router = weights
     for implementation in args.implementations:
-        for tokens in (1, 5, 16, 17, 64, 300, 1024):
+        for tokens in (1, 5, 16, 17, 32, 64, 300, 1024, 4096):
             x = normal(jax.random.key(tokens), (tokens, gate_up.shape[-1]), 1.0)
             chosen, scales = route(x, router)
             chosen = chosen.at[tokens // 2, 1].set(-1)
             call = x, gate_up, down, chosen, scales
-            out = experts(*call, implementation=implementation)
+            try:
+                out = experts(*call, implementation=implementation)
+            except NotImplementedError as refusal:
+                print(f"check {model} {implementation} {tokens}: {refusal}", flush=True)
+                continue
             wanted = jax.jit(functools.partial(experts, implementation="reference"))(*call)
             few = [x[-16:], gate_up, down, chosen[-16:], scales[-16:]]
             alone = experts(*few, implementation=implementation)

@@ -195,7 +195,7 @@ def shapes(tokens, X, M, D, k=8, dtype=BF16):
         ({"weights": jnp.zeros((3, 1))}, r"got \[3, 2\] and \[3, 1\]"),
         ({"down": jnp.zeros((4, 16, 8), BF16)}, "got float32, float32 and bfloat16"),
         ({"chosen": jnp.zeros((3, 2))}, "chosen must be int32 and weights float32; got float32 and float32"),
-        ({"implementation": "cuda"}, "implementation must be 'triton', 'reference' or None; got 'cuda'"),
+        ({"implementation": "cuda"}, "implementation must be 'mosaic', 'triton', 'reference' or None; got 'cuda'"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):
