@@ -27,6 +27,7 @@ from pallas_kernels.gated_delta.tokens import (
     Head,
     Source,
     at,
+    behind,
     convolved,
     decay_and_strength,
     head_of,
@@ -134,7 +135,8 @@ def _prepare(
 
     if prepared:
         store = _store_mixed if isinstance(prepared[0], Mixed) else _store_rows
-        store(prepared[0], b, _of_block(inputs, gates, (row, folded), block, b, head), weights, head)
+        source = behind(inputs, (row, folded), block, (b, _numbers(gates)), weights, head)
+        store(prepared[0], b, source, weights, head)
 
 
 def _numbers(gates: Any) -> Array:
@@ -151,22 +153,6 @@ def _of_tape(inputs: Any, gates: Any, place: tuple[Any, Any], head: Head) -> Sou
         return load(inputs, row, at_tap, head.key, channels[None, :], where=at_tap < folded + before)
 
     return Source(t, folded, window, lambda i: load(gates, row, t, head.value, i, where=t < folded))
-
-
-def _of_block(inputs: Any, gates: Any, place: tuple[Any, Any], block: Any, b: Any, head: Head) -> Source:
-    """The tokens of a block behind the accepted ones of the row's tape."""
-    (row, folded), t, before = place, _numbers(gates), inputs.shape[1] - gates.shape[1]
-    length = jnp.clip(block.length[b], 0, block.inputs.shape[1])
-
-    def window(tap: int, channels: Array) -> Array:
-        at_tap, channels = (t + tap - before)[:, None], channels[None, :]
-        new = load(block.inputs, b, at_tap, head.key, channels, where=(at_tap >= 0) & (at_tap < length))
-        if tap == before:
-            return new
-        old = load(inputs, row, folded + before + at_tap, head.key, channels, where=at_tap < 0)
-        return jnp.where(at_tap < 0, old, new)
-
-    return Source(t, length, window, lambda i: load(block.gates, b, t, head.value, i, where=t < length))
 
 
 def _store_rows(target: Any, b: Any, source: Source, weights: Any, head: Head) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
@@ -60,6 +61,35 @@ def load(ref: Any, *index: Any, where: Any) -> Array:
     return pltriton.load(at(ref, *index), mask=jnp.broadcast_to(where, shape), other=0)
 
 
+def behind(
+    kept: Any, place: tuple[Any, Any], block: Any, tokens: tuple[Any, Array], weights: Any, head: Head,
+    has_before: Any = True,
+) -> Source:  # fmt: skip
+    """Tokens of a block that goes on behind a row.
+
+    Args:
+        kept: inputs that rows keep.
+        place: the row, and where in it the J inputs before the block begin.
+        block: inputs, gates and length of blocks.
+        tokens: the block, and the numbers of its tokens.
+        weights: of the layer.
+        head: of the tokens.
+        has_before: False takes zeros for the J inputs before the block.
+    """
+    (row, first), (b, t), before = place, tokens, weights.conv.shape[-1] - 1
+    length = jnp.clip(block.length[b], 0, block.inputs.shape[1])
+
+    def window(tap: int, channels: Array) -> Array:
+        at_tap, channels = (t + tap - before)[:, None], channels[None, :]
+        new = load(block.inputs, b, at_tap, head.key, channels, where=(at_tap >= 0) & (at_tap < length))
+        if tap == before:
+            return new
+        old = load(kept, row, first + before + at_tap, head.key, channels, where=(at_tap < 0) & has_before)
+        return jnp.where(at_tap < 0, old, new)
+
+    return Source(t, length, window, lambda i: load(block.gates, b, t, head.value, i, where=t < length))
+
+
 def convolved(source: Source, weights: Any, head: Head, channels: Int[Array, " N"]) -> Float[Array, "T N"]:
     """Convolution and SiLU of channels, rounded to the dtype of the inputs, in float32."""
     taps = weights.conv.shape[-1]
@@ -83,3 +113,26 @@ def decay_and_strength(source: Source, weights: Weights, head: Head) -> tuple[Fl
     softplus = jnp.maximum(a, 0) + jnp.log1p(jnp.exp(-jnp.abs(a)))
     g = -jnp.exp(weights.A_log[head.value].astype(jnp.float32)) * softplus
     return jnp.where(is_token, g, 0.0), jnp.where(is_token, 1 / (1 + jnp.exp(-b)), 0.0)
+
+
+def move_share(
+    move: Callable[[Array], None], head: Any, column: Any, columns: int, sizes: tuple[int, int, int]
+) -> None:
+    """Call a function with the channels of a key head that a program of the last kernels moves.
+
+    Each channel has one program: values that of their columns, queries and keys that of the first head.
+
+    Args:
+        move: is called with channels [N].
+        head: value head of the program.
+        column: number of its group of columns.
+        columns: in a group.
+        sizes: value heads of a key head, dk and dv.
+    """
+    group, dk, dv = sizes
+    move(2 * dk + head % group * dv + column * columns + jnp.arange(columns, dtype=jnp.int32))
+
+    @pl.when(head % group == 0)
+    def _() -> None:
+        share = 2 * dk * columns // dv
+        move(column * share + jnp.arange(share, dtype=jnp.int32))

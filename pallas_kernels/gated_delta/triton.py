@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import _compat
 from pallas_kernels.gated_delta.prepare import Block, Mixed, Rows, prepare, rows_of
 from pallas_kernels.gated_delta.reference import Kept, Weights
-from pallas_kernels.gated_delta.tokens import at, load
+from pallas_kernels.gated_delta.tokens import at, load, move_share
 
 Form = Literal["recurrence", "rows", "tf32x3", "bf16x3", "bf16x6"]
 _Product = jax.lax.DotAlgorithmPreset | jax.lax.Precision | None
@@ -181,16 +181,12 @@ def _advance(
 def _write_tape(
     inputs: Any, gates: Any, block: Any, places: tuple[Any, Any, Any], part: _Part, sizes: tuple[int, ...]
 ) -> None:
-    """Write a program's share of the inputs before the new tape, and of the block, which becomes the tape.
-
-    Each channel of a key head has one program: values that of their columns, queries and keys that of the first head.
-    """
-    (row, folded, target), (HV, dk, dv) = places, sizes
+    """Write a program's share of the inputs before the new tape, and of the block, which becomes the tape."""
+    (row, folded, target), (HV, *head_sizes) = places, sizes
     group, before = HV // inputs.shape[2], inputs.shape[1] - gates.shape[1]
     b, key, head, column, columns = part
 
-    def move(first: Any, size: int) -> None:
-        channels = first + jnp.arange(size, dtype=jnp.int32)
+    def move(channels: Array) -> None:
         moved = [at(inputs, row, folded + j, key, channels)[...] for j in range(before)]
         for j, raw in enumerate(moved):
             pltriton.store(at(inputs, target, j, key, channels), raw)
@@ -200,12 +196,7 @@ def _write_tape(
             mask = jnp.broadcast_to(exists[:, None], raw.shape)
             pltriton.store(at(inputs, target, before + t[:, None], key, channels[None, :]), raw, mask=mask)
 
-    move(2 * dk + head % group * dv + columns.start, columns.size)
-
-    @pl.when(head % group == 0)
-    def _() -> None:
-        share = 2 * dk * columns.size // dv
-        move(column * share, share)
+    move_share(move, head, column, columns.size, (group, *head_sizes))
 
     if block is not None:
 
