@@ -32,7 +32,7 @@ from dflash_jax.weights.drafter import read_draft_config
 from dflash_jax.weights.folder import resolve_folders
 from dflash_jax.weights.tables import sizes
 from pallas_kernels.add_norm import ADD_NORM
-from pallas_kernels.gated_delta import FOLD, VERIFY, Kept, Weights
+from pallas_kernels.gated_delta import FOLD, PREFILL, VERIFY, Kept, Weights
 from pallas_kernels.largest_product import LARGEST_PRODUCT
 from pallas_kernels.lib.timing import table
 from pallas_kernels.paged_attention import PAGED_ATTENTION
@@ -135,6 +135,7 @@ class Step:
         label = f"states {_text(state)}, tape of {self.tokens} tokens"
         yield Call(VERIFY, label, arguments)
         yield Call(FOLD, label, arguments)
+        yield Call(PREFILL, label, arguments)
 
     def _head(self, D: int) -> Call:
         """The argmax of the logits; a drafter has no logits of its anchor."""

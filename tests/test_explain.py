@@ -145,7 +145,7 @@ def test_it_names_the_calls_of_a_hybrid():
     calls = {
         (explained.call.operation.name, explained.call.label) for explained in explain.explain(*H100, target.calls())
     }
-    assert {"gated_delta_verify", "gated_delta_fold"} <= {name for name, _ in calls}
+    assert {"gated_delta_verify", "gated_delta_fold", "gated_delta_prefill"} <= {name for name, _ in calls}
     products = [label for name, label in calls if name == "product"]
     for weight in ("qkv_proj bfloat16[384, 64]", "in_proj bfloat16[192, 64]", "out_proj bfloat16[64, 64]"):
         assert any(weight in label for label in products)

@@ -13,24 +13,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import registry
-from pallas_kernels.gated_delta import reference
 from pallas_kernels.gated_delta.reference import CHUNK, Kept, Weights
 from pallas_kernels.registry import AMPERE_ON
 
-__all__ = ["CHUNK", "FOLD", "VERIFY", "Kept", "Weights", "fold", "prefill", "verify"]
+__all__ = ["CHUNK", "FOLD", "PREFILL", "VERIFY", "Kept", "Weights", "fold", "prefill", "verify"]
 
 Implementation = Literal["triton", "reference"]
 
 
-def _operation(name: str) -> registry.Operation:
+def _operation(name: str, module: str = "triton") -> registry.Operation:
     kernel = registry.Implementation(
-        "triton", f"pallas_kernels.gated_delta.triton:{name}", AMPERE_ON, refusal="refusal", interprets=True
+        "triton", f"pallas_kernels.gated_delta.{module}:{name}", AMPERE_ON, refusal="refusal", interprets=True
     )
     plain = registry.Implementation("reference", f"pallas_kernels.gated_delta.reference:{name}")
     return registry.Operation(f"gated_delta_{name}", (kernel, plain))
 
 
-VERIFY, FOLD = (_operation(name) for name in ("verify", "fold"))  # a call is (kept, weights)
+# A call is (kept, weights).
+VERIFY, FOLD, PREFILL = _operation("verify"), _operation("fold"), _operation("prefill", "prompts")
 
 
 def verify(
@@ -124,6 +124,9 @@ def prefill(
     inputs: Float[Array, "B T HK c"],
     gates: Float[Array, "B T HV 2"],
     length: Int[Array, " B"],
+    *,
+    implementation: Implementation | None = None,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "B T HV dv"], Kept]:
     """Run tokens of prompts in chunks of 64, each a few matrix products.
 
@@ -136,6 +139,8 @@ def prefill(
       gates: their projections (b, a).
       length: tokens of each sequence, 0..T; what follows them is padding, whose outputs mean nothing. A sequence
         without tokens changes nothing.
+      implementation: as for `verify`; only the reference has gradients.
+      interpret: as for `verify`.
 
     Returns:
       Outputs in the dtype of the inputs, and what is kept now: the state after the tokens, the inputs of the last J of
@@ -143,11 +148,14 @@ def prefill(
 
     Raises:
       ValueError: shapes that do not belong together; the message prints them.
+      NotImplementedError: the chosen implementation cannot do the call; the message says why.
 
     Source: as for `verify`.
     """
     _check(kept, weights, (rows, is_first, length), inputs, gates)
-    return reference.prefill(kept, weights, rows, is_first, inputs, gates, length)
+    run = PREFILL.function(implementation, (kept, weights), interpret=interpret)
+    outcome: tuple[Array, Kept] = run(kept, weights, rows, is_first, inputs, gates, length)
+    return outcome
 
 
 def _check(kept: Kept, weights: Weights, vectors: tuple[Any, ...], inputs: Any = None, gates: Any = None) -> None:

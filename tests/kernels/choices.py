@@ -21,7 +21,7 @@ from pallas_kernels import _compat
 from pallas_kernels.add_norm import ADD_NORM
 from pallas_kernels.all_reduce import ALL_REDUCE, ALL_REDUCE_ADD_NORM
 from pallas_kernels.experts import EXPERTS
-from pallas_kernels.gated_delta import FOLD, VERIFY, Kept, Weights
+from pallas_kernels.gated_delta import FOLD, PREFILL, VERIFY, Kept, Weights
 from pallas_kernels.largest_product import LARGEST_PRODUCT
 from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import Arguments
@@ -99,6 +99,7 @@ OPERATIONS = {  # by their name in the table; those of one name must choose alik
     "write_attend": [WRITE_ATTEND],
     "gated_delta": [VERIFY, FOLD],
     "experts": [EXPERTS],
+    "gated_delta_prefill": [PREFILL],
 }
 UNINTERPRETED = ("split_product", "largest_product", "all_reduce")  # which have no argument `interpret`
 
@@ -157,8 +158,9 @@ def calls() -> Iterator[tuple[str, str, list[tuple[Any, ...]]]]:
         rows = [(shape(rows, width, dtype=dtype), peers) for rows in (0, 1, 32, 256, 257)]
         yield "all_reduce", f"{_name(dtype)} rows of {width}, mailboxes {mailboxes}", rows
     for dtype in (BF16, F32):
-        sizes = itertools.product((1, 16, 64, 65), (64, 96, 128, 256))
-        yield "gated_delta", _name(dtype), [_gated_delta(dtype, *size) for size in sizes]
+        layers = [_gated_delta(dtype, *size) for size in itertools.product((1, 16, 64, 65), (64, 96, 128, 256))]
+        yield "gated_delta", _name(dtype), layers
+        yield "gated_delta_prefill", _name(dtype), layers
     for dtype, sizes in itertools.product((BF16, F16, F32, E4M3), ((256, 512, 2048), (256, 64, 3072), (8, 24, 64))):
         yield "experts", f"{_name(dtype)} {sizes}", [_experts(dtype, t, *sizes) for t in TOKENS]
     for operation in ("paged_attention", "write_attend"):

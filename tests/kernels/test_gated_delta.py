@@ -68,21 +68,23 @@ def begun(inputs, gates, length, row=2, kept=None):
     return prefill(kept, weights(), *call)[1]
 
 
-def by_hand(inputs, gates, w):
+def by_hand(inputs, gates, w, dk=DK):
     """Outputs and states after each token of one sequence, in float64, head by head and token by token."""
     inputs, gates, conv, A_log, dt_bias = (np.asarray(x, np.float64) for x in (inputs, gates, *w))
-    outputs, states = np.zeros((len(inputs), HV, DV)), np.zeros((len(inputs) + 1, HV, DK, DV))
+    heads, group = len(A_log), len(A_log) // len(conv)
+    dv = (conv.shape[1] - 2 * dk) // group
+    outputs, states = np.zeros((len(inputs), heads, dv)), np.zeros((len(inputs) + 1, heads, dk, dv))
     for t in range(len(inputs)):
         mixed = sum(inputs[t - j] * conv[..., TAPS - 1 - j] for j in range(min(t, BEFORE) + 1))
         mixed = mixed / (1 + np.exp(-mixed))
-        for h in range(HV):
-            q, k, *values = np.split(mixed[h // R], [DK] + [2 * DK + i * DV for i in range(R)])
+        for h in range(heads):
+            q, k, *values = np.split(mixed[h // group], [dk] + [2 * dk + i * dv for i in range(group)])
             q, k = (x / np.sqrt((x**2).sum() + 1e-6) for x in (q, k))
             b, a = gates[t, h]
             S = states[t, h] * np.exp(-np.exp(A_log[h]) * np.log1p(np.exp(a + dt_bias[h])))
-            d = 1 / (1 + np.exp(-b)) * (values[h % R] - S.T @ k)
+            d = 1 / (1 + np.exp(-b)) * (values[h % group] - S.T @ k)
             states[t + 1, h] = S + np.outer(k, d)
-            outputs[t, h] = states[t + 1, h].T @ q / np.sqrt(DK)
+            outputs[t, h] = states[t + 1, h].T @ q / np.sqrt(dk)
     return outputs, states
 
 
@@ -239,7 +241,7 @@ def test_prefill_from_zeros_has_gradients():
 
     def loss(inputs, gates, w):
         call = (ints(0, 1), jnp.array([True, True]), inputs, gates, length)
-        outputs, kept = gated_delta.prefill(garbage(), w, *call)
+        outputs, kept = gated_delta.prefill(garbage(), w, *call, implementation="reference")
         return jnp.where(is_token, outputs, 0).sum() + jnp.square(kept.state[:2]).sum()
 
     arguments = inputs.at[1, 5:].set(jnp.nan), gates.at[1, 5:].set(jnp.nan), weights()
