@@ -1,4 +1,7 @@
-"""``python -m pallas_kernels.gated_delta.bench``: check verify of a layer, and time it beside a copy of its states."""
+"""``python -m pallas_kernels.gated_delta.bench``: check verify of a layer, and time it beside a copy of its states.
+
+With ``--prefill`` it is prefill, beside the layer's products (`bench_prompts`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.gated_delta import Kept, Weights, reference, triton
+from pallas_kernels.gated_delta import Kept, Weights, bench_prompts, reference, triton
 from pallas_kernels.gated_delta.prepare import Block, prepare
 from pallas_kernels.lib import timing
 
@@ -149,6 +152,7 @@ def measure(args: argparse.Namespace, runs: dict[str, Run], batch: int, tokens: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prefill", nargs=argparse.REMAINDER, help="check and time prefill; options of it follow")
     parser.add_argument("--model", default="27b", choices=list(HEADS))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16])
@@ -160,6 +164,9 @@ def main() -> None:
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--json", default="gated_delta.json", help="where the rows go")
     args = parser.parse_args()
+    if args.prefill is not None:
+        bench_prompts.main(args.prefill)
+        return
     cuts = [(columns, warps) for columns in args.columns for warps in args.warps]
     configs = [triton.Config(*cut, form) for cut in cuts for form in args.forms]
     for config in configs if not args.no_check else []:

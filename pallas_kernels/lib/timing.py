@@ -43,12 +43,12 @@ def copy_bandwidth() -> float:
 
 
 def compile_all(lowered: dict[Any, Callable[[], Any]], workers: int = 16) -> dict[Any, Any]:
-    """Lower and compile every program, several at a time; a NotImplementedError becomes its message."""
+    """Lower and compile every program, several at a time; what cannot be lowered or compiled becomes its message."""
 
     def build(make: Callable[[], Any]) -> Any:
         try:
             return make().compile()
-        except NotImplementedError as error:
+        except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # too much shared memory, say
             return str(error)
 
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
