@@ -66,14 +66,15 @@ def _sort(
         pltriton.store(pairs.at[target], pair, mask=is_mine > 0)
         return place + jnp.sum(is_mine)
 
-    lax.fori_loop(0, jnp.where(mine > 0, chunks, 0), write, before)
+    # JAX 0.11.2 gives a selection between Python's integers 64 bits, which no loop takes beside 32.
+    lax.fori_loop(0, jnp.where(mine > 0, jnp.int32(chunks), jnp.int32(0)), write, before)
 
 
 def _write_blocks(expert: Any, before: Any, mine: Any, out: tuple[Any, Any, Any], experts: int, rows: int) -> None:
     """Write the blocks that an expert has room for; the last expert's go on to the end."""
     expert_of, first_of, end_of = out
     begin = before // rows + expert
-    end = jnp.where(expert == experts - 1, expert_of.shape[0], (before + mine) // rows + expert + 1)
+    end = jnp.where(expert == experts - 1, jnp.int32(expert_of.shape[0]), (before + mine) // rows + expert + 1)
 
     def write(block: Any, nothing: None) -> None:
         first = before + (block - begin) * rows
