@@ -42,8 +42,8 @@ def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[Au
 
 
 def is_hybrid(config: PreTrainedConfig) -> bool:
-    """Whether the model is a Qwen3.5."""
-    return str(config.model_type).startswith("qwen3_5")
+    """Whether the model is a Qwen3.5 or Qwen3-Next."""
+    return str(config.model_type).startswith(("qwen3_5", "qwen3_next"))
 
 
 def language_model(model: PreTrainedModel) -> Module:
@@ -53,7 +53,12 @@ def language_model(model: PreTrainedModel) -> Module:
 
 
 def ready(model: PreTrainedModel) -> PreTrainedModel:
-    """A model that computes what its config says: transformers never reads `output_gate_type`."""
+    """A model that computes what its config says: transformers never reads `output_gate_type`.
+
+    Experts are multiplied one by one: grouped products want widths of whole 16 bytes.
+    """
+    if hasattr(model.config.get_text_config(), "num_experts"):
+        model.set_experts_implementation("eager")
     kind = getattr(model.config.get_text_config(), "output_gate_type", None)
     if kind == "sigmoid":
         for layer in language_model(model).layers:

@@ -45,7 +45,7 @@ from dflash_jax.weights.export import save_json, save_model
 from dflash_jax.weights.formats.fp8 import to_e4m3
 from dflash_jax.weights.formats.weight import logits_of
 from dflash_jax.weights.loader import Params, load_params
-from dflash_jax.weights.tables import PROJECTIONS, Parameter, build, checkpoint_table, output_axes, parameters_of
+from dflash_jax.weights.tables import Parameter, build, checkpoint_table, output_axes, parameters_of
 
 EOS, MASK = "<|endoftext|>", "<|mask|>"
 VOCAB_SIZE = 4096
@@ -164,7 +164,7 @@ def as_stored(params: Params, config: TargetConfig) -> Params:
 
     def stored(parameter: Parameter) -> Array:
         weight = parameter.of(params)
-        if parameter.path[-1] in PROJECTIONS:
+        if parameter.is_projection:
             values, scales = to_e4m3(weight, output_axes(parameter.axes))
             shape = scales.shape + (1,) * (weight.ndim - scales.ndim)
             rounded = values.astype(jnp.float32) * scales.reshape(shape)

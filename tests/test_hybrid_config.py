@@ -182,7 +182,7 @@ def test_bad_hybrid(changes, words):
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5MoeForConditionalGeneration", "Qwen3NextForCausalLM"])
+@pytest.mark.parametrize("name", ["Qwen3_5VLForConditionalGeneration", "Qwen4NextForCausalLM"])
 def test_other_hybrids_are_refused_by_name(name):
     with pytest.raises(ConfigError, match=rf"'{name}' is not supported.*Qwen3ForCausalLM.*Qwen3_5ForCausalLM"):
         target_config(HYBRID | {"architectures": [name]})

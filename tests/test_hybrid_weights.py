@@ -76,7 +76,7 @@ def test_projections_of_gated_delta(pair):
     _, config, tensors, params = pair
     mixer, layer = config.gated_delta, config.recurrent_layers[-1]
     HK, r, dk, dv = mixer.key_heads, mixer.values_per_key, mixer.key_dim, mixer.value_dim
-    raw = {name: tensors[f"layers.{layer}.linear_attn.{name}"] for name in gated_delta_table(config)}
+    raw = {name: tensors[f"layers.{layer}.linear_attn.{name}"] for name in gated_delta_table()}
     held = {name: wide(array) for name, array in params[f"layers_{layer}"]["linear_attn"].items()}
     assert held["in_proj"].shape == (HK, 2 * dk + 2 * r * dv, config.hidden_size)
     assert held["in_proj_ba"].shape == (HK, 2 * r, config.hidden_size)
@@ -305,7 +305,7 @@ def test_cpus_hold_projections_transposed(tmp_path):
 
 def test_key_heads_are_shared_by_devices():
     mesh = Mesh.of(2)
-    for parameter in parameters_of(gated_delta_table(CONFIG), CONFIG):
+    for parameter in parameters_of(gated_delta_table(), CONFIG):
         spec = mesh.place(parameter.axes, parameter.shape).spec
         (name,) = parameter.path
         heads = {"norm": None, "out_proj": 1}.get(name, 0)
@@ -327,7 +327,7 @@ class Mixer(nn.Module):
     """Declares what a Gated DeltaNet layer holds."""
 
     def setup(self):
-        self.weights = declare(self, gated_delta_table(CONFIG), CONFIG)
+        self.weights = declare(self, gated_delta_table(), CONFIG)
 
     def __call__(self):
         return self.weights

@@ -6,8 +6,7 @@ cache and returns the updated one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
@@ -16,10 +15,11 @@ from dflash_jax.models.caches import KVCache
 from dflash_jax.models.mixers.attention import Attention, Queries
 from dflash_jax.models.mixers.gated_delta import GatedDeltaNet
 from dflash_jax.models.mlp.dense import MLP
+from dflash_jax.models.mlp.experts import SparseMLP
 from dflash_jax.models.projections import project_add_norm
 from dflash_jax.models.rope import Rope, rope_tables
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
-from dflash_jax.spec import DecoderConfig
+from dflash_jax.spec import DecoderConfig, Dense
 from dflash_jax.weights.formats.protocol import QuantizedRows
 from dflash_jax.weights.tables import declare, norms_table
 from pallas_kernels.lib.norm import rms_norm
@@ -38,7 +38,8 @@ class DecoderLayer(nn.Module):
             self.self_attn = Attention(self.config, self.index, self.devices)
         else:
             self.linear_attn = GatedDeltaNet(self.config, self.index, self.devices)
-        self.mlp = MLP(self.config, self.devices)
+        is_dense = isinstance(self.config.layers[self.index].mlp, Dense)
+        self.mlp = MLP(self.config, self.devices) if is_dense else SparseMLP(self.config, self.devices)
 
     @property
     def has_attention(self) -> bool:
@@ -78,7 +79,7 @@ class DecoderLayer(nn.Module):
             The residual stream after the layer, its norm by `next_norm`, and the updated cache.
         """
         heads, cache = self.mixer(h, rope, positions, kv_length, cache)
-        return *self._finish(x, heads, next_norm), cache
+        return *self._finish(x, heads, next_norm, positions), cache
 
     def write(
         self, h: Float[Array, "B T D"] | QuantizedRows, rope: Rope, positions: Int[Array, "B T"], cache: KVCache
@@ -96,27 +97,20 @@ class DecoderLayer(nn.Module):
         cache: KVCache,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | QuantizedRows]:
         """The second half, from the queries on, for as many tokens as there are queries."""
-        return self._finish(x, self.self_attn.attend(queries, positions, kv_length, cache), next_norm)
+        return self._finish(x, self.self_attn.attend(queries, positions, kv_length, cache), next_norm, positions)
 
     def _finish(
-        self, x: Float[Array, "B T D"], heads: Float[Array, "B T N H"], next_norm: Float[Array, " D"]
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | QuantizedRows]:
-        """Output projection and MLP."""
-        mixer = self.mixer
-        x, h = self._add_norm(x, heads, mixer.weights, mixer.output, self.norms["post_attention_layernorm"])
-        return self._add_norm(x, self.mlp(h), self.mlp.weights, "down_proj", next_norm)
-
-    def _add_norm(
         self,
         x: Float[Array, "B T D"],
-        inputs: Array | QuantizedRows,
-        weights: Mapping[str, Any],
-        name: str,
-        norm: Float[Array, " D"],
+        heads: Float[Array, "B T N H"],
+        next_norm: Float[Array, " D"],
+        positions: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | QuantizedRows]:
-        """Add the projection of that name to the residual stream, then norm it."""
-        weight, bias = weights[name], weights.get(f"{name}_bias")
-        return project_add_norm(x, inputs, weight, bias, norm, self.config.rms_norm_eps, self.devices)
+        """Output projection and MLP."""
+        weights, name, norm = self.mixer.weights, self.mixer.output, self.norms["post_attention_layernorm"]
+        bias, eps = weights.get(f"{name}_bias"), self.config.rms_norm_eps
+        x, h = project_add_norm(x, heads, weights[name], bias, norm, eps, self.devices)
+        return self.mlp(x, h, next_norm, positions >= 0)
 
 
 def run_layers(

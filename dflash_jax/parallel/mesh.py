@@ -16,8 +16,9 @@ from pallas_kernels.all_reduce import reach_each_other
 AXIS = "tp"  # the mesh axis of tensor parallelism
 WHOLE, SPLIT_FIRST = PartitionSpec(), PartitionSpec(AXIS)
 
-# Axes that may be split: query heads, kv heads, parts of the mlp width, all of it, vocabulary, heads of Gated DeltaNet.
-SPLIT = ("N", "K", "E", "F", "V", "HK")
+# Axes that may be split: query heads, kv heads, parts of the mlp width, all of it, vocabulary, heads of Gated DeltaNet,
+# the width of each expert, which leaves no device idle whatever the router chooses, and that of the shared expert.
+SPLIT = ("N", "K", "E", "F", "V", "HK", "M", "SE", "SF")
 
 Tree = TypeVar("Tree")
 

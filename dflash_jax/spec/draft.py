@@ -9,7 +9,7 @@ from dflash_jax.base.errors import ConfigError
 from dflash_jax.base.values import is_int
 from dflash_jax.spec.fields import Fields
 from dflash_jax.spec.model import DraftConfig, LayerSpec, TargetConfig
-from dflash_jax.spec.target import architecture_of, decoder_fields, layer_windows, weight_block_size
+from dflash_jax.spec.target import decoder_fields, layer_windows, weight_block_size
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
 
@@ -56,7 +56,7 @@ def draft_config(
     Source: arXiv 2602.06036; vLLM PR #40898 for the speculators fields and #40727 for their layer ids.
     """
     fields = Fields(_from_speculators(raw, where), where)
-    architecture_of(fields, ARCHITECTURES)
+    fields.architecture(ARCHITECTURES)
     dflash = fields.sub("dflash_config")
     for name, neutral in UNSUPPORTED_FIELDS.items():
         for source in (fields, dflash):

@@ -76,6 +76,22 @@ class Fields:
             raise self.error(f"layer type {unknown[0]!r} is not supported; supported are {', '.join(known)}.")
         return list(types)
 
+    def architecture(self, known: tuple[str, ...]) -> str:
+        """The first of the file's architectures that is known.
+
+        Raises:
+            ConfigError: none is known.
+        """
+        names = self.get("architectures")
+        if not names:
+            raise self.error(f"the field 'architectures' is missing; it must name one of {', '.join(known)}.")
+        if not isinstance(names, list):
+            raise self.error(f"architectures={names!r} must be a list; it must name one of {', '.join(known)}.")
+        for name in names:
+            if name in known:
+                return name
+        raise self.error(f"architecture {names[0]!r} is not supported here; supported are {', '.join(known)}.")
+
     def sub(self, name: str) -> Fields:
         value = self.get(name, {})
         if not isinstance(value, Mapping):

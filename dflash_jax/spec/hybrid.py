@@ -1,6 +1,6 @@
-"""What the `config.json` of a hybrid says beyond a dense model's: Qwen3.5 and 3.6 with Gated DeltaNet layers.
+"""What the `config.json` of a hybrid says beyond a dense model's: Qwen3-Next, 3.5 and 3.6 with Gated DeltaNet layers.
 
-Source: transformers' Qwen3_5Config and Qwen3_5TextConfig, whose defaults these are.
+Source: transformers' Qwen3NextConfig, Qwen3_5TextConfig and Qwen3_5MoeTextConfig, whose defaults these are.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from typing import Any, Literal
 from dflash_jax.spec.fields import Fields
 from dflash_jax.spec.model import FullAttention, GatedDelta, LayerSpec
 
-ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
+NEXT = "Qwen3NextForCausalLM"
+ARCHITECTURES = (
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    NEXT,
+)
 HEAD_DIM = 256
 PARTIAL_ROTARY_FACTOR = 0.25
 FULL_ATTENTION_INTERVAL = 4  # every fourth layer has attention
@@ -44,7 +51,9 @@ def text_raw_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if not fields.sub("text_config").raw:
         return raw
     text = {name: value for name, value in text_fields(fields).raw.items() if value is not None}
-    return {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"} | text
+    kind = "Qwen3_5Moe" if "Moe" in fields.architecture(ARCHITECTURES) else "Qwen3_5"
+    model_type = "qwen3_5_moe_text" if kind == "Qwen3_5Moe" else "qwen3_5_text"
+    return {"architectures": [f"{kind}ForCausalLM"], "model_type": model_type} | text
 
 
 def hybrid_layers(fields: Fields) -> tuple[LayerSpec, ...]:

@@ -99,8 +99,30 @@ class Dense:
     """A SwiGLU MLP; its width is `DecoderConfig.intermediate_size`."""
 
 
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of SwiGLU experts, of which a router chooses some for each token.
+
+    Attributes:
+        count: X, number of experts.
+        per_token: k, experts that a token is sent to: those of the largest router weights, the first of equals.
+        width: M, hidden units of an expert.
+        renormalize: whether the weights of the chosen experts are divided by their sum.
+        shared_width: hidden units of the expert that sees every token, whose output a gate scales; None if there is
+            none.
+
+    Source: transformers' Qwen3MoeSparseMoeBlock and Qwen3_5MoeSparseMoeBlock.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    renormalize: bool
+    shared_width: int | None = None
+
+
 Mixer = FullAttention | WindowAttention | GatedDelta
-Mlp = Dense
+Mlp = Dense | Experts
 
 
 @dataclass(frozen=True)
@@ -178,7 +200,7 @@ class DecoderConfig:
 
     vocab_size: int  # V
     hidden_size: int  # D
-    intermediate_size: int  # F
+    intermediate_size: int  # F of the layers without experts; 0 if all have some
     num_attention_heads: int  # N
     num_key_value_heads: int  # K
     head_dim: int  # H
@@ -212,6 +234,11 @@ class DecoderConfig:
         return next((layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDelta)), None)
 
     @property
+    def experts(self) -> Experts | None:
+        """The mixture of experts of all layers that have one; None if there are none."""
+        return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)), None)
+
+    @property
     def has_gated_attention(self) -> bool:
         """Whether attention layers gate their outputs; all do, or none."""
         return any(isinstance(layer.mixer, FullAttention) and layer.mixer.gated for layer in self.layers)
@@ -219,7 +246,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class TargetConfig(DecoderConfig):
-    """A Qwen3, Qwen3.5 or Llama model, with Hugging Face's field names.
+    """A Qwen3, Qwen3-Next, Qwen3.5 or Llama model, with Hugging Face's field names.
 
     Attributes:
         weight_block_size: rows and columns of the blocks that share a scale in a block-wise fp8 checkpoint; else None.

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_jax.base.values import is_int
-from dflash_jax.spec import hybrid
+from dflash_jax.spec import experts, hybrid
 from dflash_jax.spec.fields import Fields
 from dflash_jax.spec.model import LayerSpec, RopeConfig, TargetConfig
 
-ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM", *hybrid.ARCHITECTURES)
+ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM", *hybrid.ARCHITECTURES)
 DEFAULT_WINDOW = 4096  # tokens: Qwen3's default of sliding_window, where use_sliding_window is set
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
@@ -26,29 +26,48 @@ def target_config(raw: Mapping[str, Any], where: str = "config.json") -> TargetC
         ConfigError: unknown architecture, missing field or impossible value.
     """
     fields = Fields(raw, where)
-    architecture = architecture_of(fields, ARCHITECTURES)
+    architecture = fields.architecture(ARCHITECTURES)
     if architecture in hybrid.ARCHITECTURES:
         return _hybrid_config(hybrid.text_fields(fields), architecture)
-    qwen3 = architecture == "Qwen3ForCausalLM"
-    window_fields = Fields({}, where)  # Llama has no windows, whatever its config says
-    if qwen3:
-        default_window = DEFAULT_WINDOW if fields.flag("use_sliding_window") else None
-        window_fields = Fields({"sliding_window": default_window, **raw}, where)
+    qwen3 = architecture != "LlamaForCausalLM"
+    windows = _windows(fields, architecture)
+    layers = experts.with_experts(
+        tuple(LayerSpec.attention(window, causal=True) for window in windows), fields, architecture
+    )
     return TargetConfig(
-        **decoder_fields(fields, qk_norm=qwen3, default_head_dim=128 if qwen3 else None),
-        **_outer_fields(fields, architecture),
-        layers=tuple(
-            LayerSpec.attention(window, causal=True)
-            for window in layer_windows(window_fields, fields.positive_int("num_hidden_layers"))
+        **decoder_fields(
+            fields,
+            qk_norm=qwen3,
+            default_head_dim=128 if qwen3 else None,
+            has_dense_mlp=experts.has_dense_mlp(layers),
         ),
+        **_outer_fields(fields, architecture),
+        layers=layers,
         max_position_embeddings=fields.positive_int("max_position_embeddings"),
     )
 
 
+def _windows(fields: Fields, architecture: str) -> list[int | None]:
+    """The window of each layer of a model without recurrent layers."""
+    count = fields.positive_int("num_hidden_layers")
+    if architecture == "LlamaForCausalLM":  # it has no windows, whatever its config says
+        return [None] * count
+    is_windowed = fields.flag("use_sliding_window")
+    if architecture == "Qwen3MoeForCausalLM":  # all layers or none, as in transformers
+        return [fields.positive_int("sliding_window", DEFAULT_WINDOW) if is_windowed else None] * count
+    default_window = DEFAULT_WINDOW if is_windowed else None
+    return layer_windows(Fields({"sliding_window": default_window, **fields.raw}, fields.where), count)
+
+
 def _hybrid_config(fields: Fields, architecture: str) -> TargetConfig:
     """The configuration of a hybrid, of the fields of its language model."""
+    layers = experts.with_experts(hybrid.hybrid_layers(fields), fields, architecture)
     decoder = decoder_fields(
-        fields, qk_norm=True, default_head_dim=hybrid.HEAD_DIM, partial_rotary_factor=hybrid.PARTIAL_ROTARY_FACTOR
+        fields,
+        qk_norm=True,
+        default_head_dim=hybrid.HEAD_DIM,
+        partial_rotary_factor=hybrid.PARTIAL_ROTARY_FACTOR,
+        has_dense_mlp=experts.has_dense_mlp(layers),
     )
     rope: RopeConfig = decoder["rope"]
     longest = fields.positive_int("max_position_embeddings")
@@ -57,7 +76,7 @@ def _hybrid_config(fields: Fields, architecture: str) -> TargetConfig:
     return TargetConfig(
         **decoder,
         **_outer_fields(fields, architecture),
-        layers=hybrid.hybrid_layers(fields),
+        layers=layers,
         max_position_embeddings=longest,
         zero_centered_norms=True,
     )
@@ -73,25 +92,13 @@ def _outer_fields(fields: Fields, architecture: str) -> dict[str, Any]:
     }
 
 
-def architecture_of(fields: Fields, known: tuple[str, ...]) -> str:
-    """The first of the file's architectures that is known.
-
-    Raises:
-        ConfigError: none is known.
-    """
-    names = fields.get("architectures")
-    if not names:
-        raise fields.error(f"the field 'architectures' is missing; it must name one of {', '.join(known)}.")
-    if not isinstance(names, list):
-        raise fields.error(f"architectures={names!r} must be a list; it must name one of {', '.join(known)}.")
-    for name in names:
-        if name in known:
-            return name
-    raise fields.error(f"architecture {names[0]!r} is not supported here; supported are {', '.join(known)}.")
-
-
 def decoder_fields(
-    fields: Fields, *, qk_norm: bool, default_head_dim: int | None, partial_rotary_factor: float | None = None
+    fields: Fields,
+    *,
+    qk_norm: bool,
+    default_head_dim: int | None,
+    partial_rotary_factor: float | None = None,
+    has_dense_mlp: bool = True,
 ) -> dict[str, Any]:
     """The arguments of `DecoderConfig` except `layers`; missing fields default as in the Hugging Face classes.
 
@@ -100,6 +107,7 @@ def decoder_fields(
         qk_norm: whether queries and keys are normed.
         default_head_dim: H of files that do not say; None is the hidden size over the heads.
         partial_rotary_factor: share of the rotated dimensions in files that do not say; None refuses other than all.
+        has_dense_mlp: whether a layer has an MLP of `intermediate_size`.
     """
     activation = fields.get("hidden_act", "silu")
     if activation != "silu":
@@ -114,7 +122,7 @@ def decoder_fields(
     return {
         "vocab_size": fields.positive_int("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": fields.positive_int("intermediate_size"),
+        "intermediate_size": fields.positive_int("intermediate_size") if has_dense_mlp else 0,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,

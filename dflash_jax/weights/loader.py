@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,14 @@ from dflash_jax.base.errors import CheckpointError
 from dflash_jax.spec import DraftConfig, TargetConfig
 from dflash_jax.spec.hybrid import ARCHITECTURES as HYBRIDS
 from dflash_jax.weights.formats.transposed import Transposed, inputs_first
+from dflash_jax.weights.naming import Naming, naming_of
 from dflash_jax.weights.safetensors import TensorInfo, list_tensors
 from dflash_jax.weights.tables import (
     IGNORED_TENSORS,
-    PREFIXES,
-    PROJECTIONS,
     Parameter,
     build,
     checkpoint_shape,
     checkpoint_table,
-    default_prefix,
     kv_scale_names,
     output_axes,
     parameters_of,
@@ -67,8 +65,8 @@ def load_kv_scales(folder: Path, config: TargetConfig | DraftConfig) -> KVScales
         CheckpointError: a scale is not positive and finite, has a wrong shape, or is there under two names.
     """
     tensors = list_tensors(folder)
-    prefix, layers = prefix_of(tensors, config), range(config.num_hidden_layers)
-    scales_of = {x: [_kv_scale(tensors, kv_scale_names(config, i, x, prefix), config) for i in layers] for x in "kv"}
+    naming, layers = naming_of(tensors, config), range(config.num_hidden_layers)
+    scales_of = {x: [_kv_scale(tensors, kv_scale_names(config, i, x, naming), config) for i in layers] for x in "kv"}
     if all(scale is None for scales in scales_of.values() for scale in scales):
         return None
     one = np.ones(config.num_key_value_heads, np.float32)
@@ -125,11 +123,11 @@ def load_params(
         CheckpointError: a tensor is missing, surplus, or has a shape or dtype that the table does not expect.
     """
     tensors = list_tensors(folder)
-    prefix = prefix_of(tensors, config)
+    naming = naming_of(tensors, config)
     if isinstance(config, TargetConfig) and config.architecture in HYBRIDS:
         tensors = _without_skipped(folder, tensors)
-    table = checkpoint_table(config, prefix)
-    _check(folder, tensors, table, config, prefix)
+    table = checkpoint_table(config, naming)
+    _check(folder, tensors, table, config, naming)
 
     def put(array: np.ndarray, axes: tuple[str, ...], floating: DTypeLike = dtype) -> jax.Array:
         placed = jax.device_put(array, place(axes, array.shape))
@@ -137,25 +135,11 @@ def load_params(
 
     def read(parameter: Parameter) -> jax.Array | Transposed:
         array = parameter.join({name: _read(tensors, name, config) for name in parameter.parts})
-        if transpose and parameter.path[-1] in PROJECTIONS:
+        if transpose and parameter.is_projection:
             return Transposed(put(inputs_first(array, output_axes(parameter.axes)), ("D", "D")), parameter.shape)
         return put(array, parameter.axes, jnp.float32 if parameter.is_float32 else dtype)
 
     return build(parameters_of(table, config), read)
-
-
-def prefix_of(names: Iterable[str], config: TargetConfig | DraftConfig) -> str:
-    """How the names of a model's tensors begin in a checkpoint, by the names that it holds.
-
-    Args:
-        names: of all tensors in the checkpoint.
-        config: the model's; drafters and dense targets have one prefix only.
-    """
-    usual = default_prefix(config)
-    if not (isinstance(config, TargetConfig) and config.architecture in HYBRIDS):
-        return usual
-    longest_first = sorted(PREFIXES, key=len, reverse=True)
-    return next((prefix for prefix in longest_first if any(name.startswith(prefix) for name in names)), usual)
 
 
 def _without_skipped(folder: Path, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -169,7 +153,11 @@ def _without_skipped(folder: Path, tensors: dict[str, TensorInfo]) -> dict[str, 
 
 
 def _check(
-    folder: Path, tensors: dict[str, TensorInfo], table: dict[str, str], config: TargetConfig | DraftConfig, prefix: str
+    folder: Path,
+    tensors: dict[str, TensorInfo],
+    table: dict[str, str],
+    config: TargetConfig | DraftConfig,
+    naming: Naming,
 ) -> None:
     """Raise one error for all tensors that do not fit the table, with file, tensor, expected and actual shape."""
     problems = []
@@ -187,10 +175,9 @@ def _check(
         elif not jnp.issubdtype(info.dtype, jnp.floating):
             problems.append(f"{info.file}: tensor {name!r} should hold floats and holds {info.dtype}")
     layers = range(config.num_hidden_layers)
-    known = table.keys() | {name for i in layers for x in "kv" for name in kv_scale_names(config, i, x, prefix)}
-    head = f"{PREFIXES.get(prefix, '')}lm_head.weight"
+    known = table.keys() | {name for i in layers for x in "kv" for name in kv_scale_names(config, i, x, naming)}
     for name, info in tensors.items():
-        if name in known or IGNORED_TENSORS.search(name) or name == head:  # a tied or copied head
+        if name in known or IGNORED_TENSORS.search(name) or name == naming.head:  # a tied or copied head
             continue
         base = next((name.removesuffix(suffix) for suffix in SCALE_SUFFIXES if name.endswith(suffix)), None)
         if base not in table or base not in tensors or tensors[base].dtype not in FP8:

@@ -17,6 +17,9 @@ exist for that alone:
     R query heads of a kv head, N / K · 2R these and their gates · J tensors side by side in a fused array
     E equal parts of the mlp width · I width of such a part, F / E
 
+A mixture of experts has X experts of M hidden units, whose matrices are [X, 2, M, D], gate and up, and [X, D, M]. Its
+shared expert is an MLP with the letters SE, SI and SF.
+
 Heads are fused within each kv head: queries "(K R H) D", keys and values "(K 1 H) D" become [K, J, H, D] with
 J = R + 2, the kv head's R query heads, then its key, then its value; gated attention has R gates before them. Gate and
 up, both "(E 1 I) D", become [E, J, I, D] with J = 2. Gated DeltaNet has [HK, J, D] with J = c + z: query, key, values
@@ -40,26 +43,25 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import numpy as np
 
-from dflash_jax.spec import DecoderConfig, DraftConfig, GatedDelta, TargetConfig
+from dflash_jax.spec import DecoderConfig, Dense, DraftConfig, Experts, GatedDelta, TargetConfig
 from dflash_jax.weights.initial import initializer
+from dflash_jax.weights.naming import Naming, default_naming
 from dflash_jax.weights.orders import Order, inverse, row_orders
 
 Table = dict[str, str]  # tensor name -> axes
 T = TypeVar("T")
 
-# Fused parameters, and the tensors in each. A drafter's queries stay apart: its context needs keys and values alone.
+# Fused parameters, and the tensors in each; Qwen3-Next's files have those of Gated DeltaNet fused. A drafter's queries
+# stay apart: its context needs keys and values alone.
 FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "target": {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
-        "in_proj": ("in_proj_qkv", "in_proj_z"),
-        "in_proj_ba": ("in_proj_b", "in_proj_a"),
+        "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_qkvz"),
+        "in_proj_ba": ("in_proj_b", "in_proj_a", "in_proj_ba"),
     },
     "draft": {"kv_proj": ("k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
 }
-
-# How names of a target's tensors begin, and how that of its head does: text alone; Qwen3.5 as published; MLX.
-PREFIXES = {"model.": "", "model.language_model.": "", "language_model.model.": "language_model."}
 
 MOST_PARTS = 16  # parts of the mlp width (E): at most so many devices can share it
 
@@ -84,6 +86,8 @@ IGNORED_TENSORS = re.compile(
     r"|\.self_attn\.(attn\.)?(q|prob)_scale$|\.q_proj\.(q|output)_scale$"  # for fp8 queries: ours are not quantised
     r"|^(embed_tokens|verifier_lm_head|verifier_norm)\.weight$|^t2d$"  # speculators: copies of the target's
 )
+
+EXPERT = re.compile(r"(^|\.)experts\.\d+\.")  # a tensor of one expert
 
 # Names of the scale of a layer's stored keys (x = k) and values (x = v); real value = stored value * scale.
 KV_SCALE_NAMES = (
@@ -117,13 +121,12 @@ def attention_table(config: DecoderConfig) -> Table:
     return table
 
 
-def gated_delta_table(config: DecoderConfig) -> Table:
-    """Tensors of one Gated DeltaNet block."""
+def gated_delta_table(*, key_heads_together: bool = False) -> Table:
+    """Tensors of one Gated DeltaNet block; `Naming` says what the argument is."""
+    apart = {"qkv": "(HK c) D", "z": "(HK z) D", "b": "(HK r) D", "a": "(HK r) D"}
+    together = {"qkvz": "(HK c+z) D", "ba": "(HK 2r) D"}
     return {
-        "in_proj_qkv.weight": "(HK c) D",
-        "in_proj_z.weight": "(HK z) D",
-        "in_proj_b.weight": "(HK r) D",
-        "in_proj_a.weight": "(HK r) D",
+        **{f"in_proj_{name}.weight": axes for name, axes in (together if key_heads_together else apart).items()},
         "conv1d.weight": "(HK c) 1 taps",
         "A_log": "(HK r)",
         "dt_bias": "(HK r)",
@@ -140,6 +143,30 @@ def mlp_table(config: DecoderConfig) -> Table:
     return table
 
 
+def sparse_mlp_table(experts: Experts, *, experts_apart: bool = False) -> Table:
+    """Tensors of one mixture of experts: the router, the experts, and the shared expert with its gate."""
+    table = {"gate.weight": "X D"} | {f"experts.{name}": axes for name, axes in experts_table().items()}
+    if experts_apart:
+        table = {"gate.weight": "X D"}
+        for i in range(experts.count):
+            table |= {f"experts.{i}.{name}_proj.weight": "M D" for name in ("gate", "up")}
+            table |= {f"experts.{i}.down_proj.weight": "D M"}
+    if experts.shared_width is not None:
+        table |= {f"shared_expert.{name}": axes for name, axes in shared_expert_table().items()}
+        table |= {"shared_expert_gate.weight": "1 D"}
+    return table
+
+
+def experts_table() -> Table:
+    """The stacked matrices of all experts of a layer."""
+    return {"gate_up_proj": "X (2 M) D", "down_proj": "X D M"}
+
+
+def shared_expert_table() -> Table:
+    """Tensors of the expert that sees every token."""
+    return {"gate_proj.weight": "(SE 1 SI) D", "up_proj.weight": "(SE 1 SI) D", "down_proj.weight": "D SF"}
+
+
 def norms_table() -> Table:
     """The two norms of a decoder layer."""
     return {"input_layernorm.weight": "D", "post_attention_layernorm.weight": "D"}
@@ -154,35 +181,34 @@ def outer_table(config: TargetConfig | DraftConfig) -> Table:
     return {"fc.weight": "D C", "hidden_norm.weight": "D", "norm.weight": "D", **own_head}
 
 
-def checkpoint_table(config: TargetConfig | DraftConfig, prefix: str | None = None) -> Table:
+def checkpoint_table(config: TargetConfig | DraftConfig, naming: Naming | None = None) -> Table:
     """Every tensor of a model, by its full name in the checkpoint.
 
     Args:
         config: the model's.
-        prefix: how names of a target's tensors begin, one of `PREFIXES`; None is `default_prefix`.
+        naming: how the checkpoint names tensors; None is `default_naming`.
     """
-    prefix = default_prefix(config) if prefix is None else prefix
-    head = PREFIXES.get(prefix, "")
-    table = {(head if name == "lm_head.weight" else prefix) + name: axes for name, axes in outer_table(config).items()}
+    naming = naming or default_naming(config)
+    outer = outer_table(config).items()
+    table = {naming.head if name == "lm_head.weight" else naming.prefix + name: axes for name, axes in outer}
+    recurrent = gated_delta_table(key_heads_together=naming.key_heads_together)
     for i, spec in enumerate(config.layers):
-        layer = f"{prefix}layers.{i}."
-        table |= {layer + name: axes for name, axes in norms_table().items()}
-        if isinstance(spec.mixer, GatedDelta):
-            table |= {f"{layer}linear_attn.{name}": axes for name, axes in gated_delta_table(config).items()}
-        else:
-            table |= {f"{layer}self_attn.{name}": axes for name, axes in attention_table(config).items()}
-        table |= {f"{layer}mlp.{name}": axes for name, axes in mlp_table(config).items()}
+        is_recurrent = isinstance(spec.mixer, GatedDelta)
+        blocks = {
+            "": norms_table(),
+            "linear_attn." if is_recurrent else "self_attn.": recurrent if is_recurrent else attention_table(config),
+            "mlp.": mlp_table(config)
+            if isinstance(spec.mlp, Dense)
+            else sparse_mlp_table(spec.mlp, experts_apart=naming.experts_apart),
+        }
+        for block, tensors in blocks.items():
+            table |= {f"{naming.prefix}layers.{i}.{block}{name}": axes for name, axes in tensors.items()}
     return table
 
 
-def default_prefix(config: TargetConfig | DraftConfig) -> str:
-    """How names of tensors begin in files that we write."""
-    return "model." if isinstance(config, TargetConfig) else ""
-
-
-def kv_scale_names(config: TargetConfig | DraftConfig, layer: int, x: str, prefix: str | None = None) -> list[str]:
+def kv_scale_names(config: TargetConfig | DraftConfig, layer: int, x: str, naming: Naming | None = None) -> list[str]:
     """Every full tensor name that a layer's scale of keys (x = k) or values (x = v) may have in a checkpoint."""
-    prefix = default_prefix(config) if prefix is None else prefix
+    prefix = (naming or default_naming(config)).prefix
     return [f"{prefix}layers.{layer}.self_attn.{name.format(x=x)}" for name in KV_SCALE_NAMES]
 
 
@@ -210,6 +236,12 @@ def sizes(config: DecoderConfig) -> dict[str, int]:
     if mixer is not None:
         letters |= {"HK": mixer.key_heads, "c": mixer.channels_per_key, "taps": mixer.conv_width}
         letters |= {"r": mixer.values_per_key, "dv": mixer.value_dim, "z": mixer.values_per_key * mixer.value_dim}
+        letters |= {"2r": 2 * letters["r"], "c+z": letters["c"] + letters["z"]}
+    if config.experts is not None:
+        letters |= {"X": config.experts.count, "2": 2, "M": config.experts.width}
+        shared = config.experts.shared_width or 0
+        parts = math.gcd(shared, MOST_PARTS)
+        letters |= {"SE": parts, "SI": shared // parts, "SF": shared}
     return letters
 
 
@@ -235,6 +267,7 @@ class Parameter:
         orders: for tensors whose rows are moved, which row of the checkpoint's each row is.
         offset: what is added to the checkpoint's numbers; 1 for norms that multiply by 1 + w.
         is_float32: whether the array is float32 whatever the model's dtype.
+        is_stacked: whether the tensors, one or two of each expert, are stacked rather than side by side.
     """
 
     path: tuple[str, ...]
@@ -243,10 +276,16 @@ class Parameter:
     orders: Mapping[str, Order] = field(default_factory=dict, compare=False)
     offset: float = 0.0
     is_float32: bool = False
+    is_stacked: bool = False
 
     def of(self, params: Mapping[str, Any]) -> Any:
         """The parameter's entry in a model's parameters."""
         return reduce(getitem, self.path, params)
+
+    @property
+    def is_projection(self) -> bool:
+        """Whether it is a matrix of its own, and not the head."""
+        return self.path[-1] in PROJECTIONS and "X" not in self.axes
 
     @property
     def axis(self) -> int:
@@ -257,16 +296,22 @@ class Parameter:
     def shape(self) -> tuple[int, ...]:
         """Shape of the array."""
         first, *_ = shapes = list(self.parts.values())
+        if self.is_stacked:
+            return (len(shapes) // 2, 2, *first) if "2" in self.axes else (len(shapes), *first)
         return (*first[: self.axis], sum(shape[self.axis] for shape in shapes), *first[self.axis + 1 :])
 
     def join(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
         """Build the array from tensors in the checkpoint's shapes."""
+        if self.is_stacked:
+            return np.stack([tensors[name] for name in self.parts]).reshape(self.shape)
         parts = [self._moved(name, tensors[name]).reshape(shape) for name, shape in self.parts.items()]
         array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self.axis)
         return array.astype(np.float32) + np.float32(self.offset) if self.offset else array
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
         """The tensors in the array, by checkpoint name; they still have to be reshaped to the checkpoint's shapes."""
+        if self.is_stacked:
+            return dict(zip(self.parts, array.reshape(len(self.parts), *array.shape[-2:]), strict=True))
         ends = np.cumsum([shape[self.axis] for shape in self.parts.values()])
         numbers = array.astype(np.float32) - np.float32(self.offset) if self.offset else array
         tensors = dict(zip(self.parts, np.split(numbers, ends[:-1], axis=self.axis), strict=True))
@@ -296,7 +341,10 @@ def parameters_of(table: Table, config: DecoderConfig) -> list[Parameter]:
         is_fused = base in fused_name
         array_axes = tuple(axis for group in _groups(axes) for axis in group if is_fused or axis != "1")
         shape = tuple(letters[axis] for axis in array_axes)
-        if is_fused:
+        is_stacked = EXPERT.search(tensor) is not None
+        if is_stacked:
+            array_axes = ("X", "2", *array_axes) if is_fused else ("X", *array_axes)
+        elif is_fused:
             array_axes = (array_axes[0], "J", *array_axes[2:])
         is_centered = config.zero_centered_norms and base.endswith("norm") and axes in ("D", "H")
         earlier = parameters.get(path)
@@ -307,12 +355,14 @@ def parameters_of(table: Table, config: DecoderConfig) -> list[Parameter]:
             {**(earlier.orders if earlier else {}), **({tensor: orders[base]} if base in orders else {})},
             offset=1.0 if is_centered else 0.0,
             is_float32=is_centered or name in FLOAT32,
+            is_stacked=is_stacked,
         )
     return list(parameters.values())
 
 
 def _modules(names: list[str]) -> tuple[str, ...]:
-    """Flax module names of a checkpoint prefix: `model.layers.3.mlp` -> (layers_3, mlp)."""
+    """Flax module names of a checkpoint prefix: `model.layers.3.mlp` -> (layers_3, mlp); experts share a module."""
+    names = [name for name, before in zip(names, ["", *names], strict=False) if before != "experts"]
     joined = re.sub(r"^(model\.language_model|language_model\.model|language_model|model)(\.|$)", "", ".".join(names))
     return tuple(filter(None, re.sub(r"layers\.(\d+)", r"layers_\1", joined).split(".")))
 

@@ -226,7 +226,8 @@ def step_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineCo
     The outputs of the capture layers [T, C] live to the end. Beside them lives the largest of:
 
     - a layer: four arrays [T, D] (residual, normed, attended, projected), and either three [T, F] of its MLP, or
-      queries, keys and values before and after the rotary embedding;
+      queries, keys and values before and after the rotary embedding, or for each of a token's k experts its hidden
+      units and its float32 part of the sum, [T, k, M] and [T, k, D], beside the shared expert's three [T, SF];
     - the outputs of the capture layers a second time, concatenated;
     - the drafter's context [T, D], and its keys and values of all layers, as one product and split;
     - the logits [rows, V] in float32, `LOGITS_COPIES` times.
@@ -247,7 +248,15 @@ def step_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineCo
 
     def layer(model: DecoderConfig) -> int:
         heads = (split(model.num_attention_heads) + 2 * split(model.num_key_value_heads)) * model.head_dim
-        return 4 * model.hidden_size + max(3 * split(model.intermediate_size), 2 * heads)
+        return 4 * model.hidden_size + max(3 * split(model.intermediate_size), 2 * heads, routed(model))
+
+    def routed(model: DecoderConfig) -> int:
+        if model.experts is None:
+            return 0
+        parts = 4 // config.dtype.itemsize * model.hidden_size  # in numbers of the model's dtype
+        return model.experts.per_token * (split(model.experts.width) + parts) + 3 * split(
+            model.experts.shared_width or 0
+        )
 
     def context(model: DraftConfig) -> int:
         heads = 2 * model.num_hidden_layers * split(model.num_key_value_heads) * model.head_dim

@@ -35,7 +35,7 @@ class GatedDeltaNet(nn.Module):
         mixer = self.config.layers[self.index].mixer
         assert isinstance(mixer, GatedDelta)
         self.mixer = mixer
-        self.weights = declare(self, gated_delta_table(self.config), self.config)
+        self.weights = declare(self, gated_delta_table(), self.config)
 
     def __call__(
         self,
