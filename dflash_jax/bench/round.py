@@ -28,6 +28,7 @@ from dflash_jax.base.errors import ConfigError, DFlashError
 from dflash_jax.bench import round_report, round_trace
 from dflash_jax.bench.options import RoundOptions
 from dflash_jax.bench.round_engine import RoundEngine, decode, finish, random_sequences, step, time_prefill
+from dflash_jax.bench.round_experts import experts_touched
 from dflash_jax.bench.round_models import PRESETS, configs_of, random_params
 from dflash_jax.engine.device.memory import explain_out_of_memory
 from dflash_jax.engine.device.model import Model, quantized
@@ -272,7 +273,11 @@ def _decode_cell(
     sequences = random_sequences(cell.batch_size, cell.context, _max_tokens(args), engine.spec.target.vocab_size)
     rounds = decode(engine, sequences, warmup=args.warmup_rounds, rounds=_rounds(args) - args.warmup_rounds)
     step_ms = _percentiles(rounds.seconds)
-    parts = round_report.weight_bytes(engine) | {"kv": round_report.kv_bytes(engine, cell.batch_size, rounds.context)}
+    length = 1 if engine.spec.draft is None else engine.config.num_speculative_tokens + 1
+    touched = experts_touched(engine, sequences, length)
+    parts = round_report.weight_bytes(engine, touched) | {
+        "kv": round_report.kv_bytes(engine, cell.batch_size, rounds.context)
+    }
     if engine.spec.target.recurrent_layers:
         parts["states"] = round_report.state_bytes(engine, cell.batch_size)
     read = sum(parts.values())
@@ -285,6 +290,7 @@ def _decode_cell(
         "rounds": len(rounds.seconds),
         "tokens_per_s": rounds.num_tokens / sum(rounds.seconds),
         "tokens_per_round": list(rounds.kept),
+        "experts_touched": touched,
         "kv_tokens": round_report.kv_tokens(engine, budget, cell.context),
         "kv_gib": budget / 2**30,
         "read_gb": {name: size / 1e9 for name, size in {**parts, "total": read}.items()},

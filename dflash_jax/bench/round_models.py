@@ -107,6 +107,22 @@ def qwen3_5(
     }
 
 
+def experts(count: int, per_token: int, width: int, *, is_shared: bool) -> dict[str, Any]:
+    """The fields of a mixture of experts; the shared expert, if there is one, is as wide as the others."""
+    fields = {"num_experts": count, "num_experts_per_tok": per_token, "moe_intermediate_size": width}
+    return fields | ({"shared_expert_intermediate_size": width} if is_shared else {"norm_topk_prob": True})
+
+
+def qwen3_5_moe(
+    hidden_size: int, layers: int, heads: tuple[int, int], value_heads: int, expert_width: int
+) -> dict[str, Any]:
+    """The fields of a Qwen3.5 or Qwen3.6 with 256 experts, 8 a token; arguments as for `qwen3_5`."""
+    dense = qwen3_5(hidden_size, 0, layers, heads, value_heads, tied=False)
+    del dense["intermediate_size"]
+    sparse = experts(256, 8, expert_width, is_shared=True)
+    return dense | {"architectures": ["Qwen3_5MoeForCausalLM"]} | sparse
+
+
 TINY = qwen3(64, 128, 4, 4, tied=False) | {
     "vocab_size": 512,
     "num_key_value_heads": 2,
@@ -124,15 +140,25 @@ PRESETS = {
     "qwen3.5-4b": qwen3_5(2560, 9216, 32, (16, 4), 32, tied=True),
     "qwen3.5-9b": qwen3_5(4096, 12_288, 32, (16, 4), 32, tied=False),
     "qwen3.6-27b": qwen3_5(5120, 17_408, 64, (24, 4), 48, tied=False),
-    "tiny": TINY,  # to try the command on a CPU
+    "qwen3-30b-a3b": qwen3(2048, 6144, 48, 32, tied=False)
+    | {"architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 4}
+    | experts(128, 8, 768, is_shared=False),
+    "qwen3-next-80b-a3b": qwen3_5_moe(2048, 48, (16, 2), 32, 512)
+    | {"architectures": ["Qwen3NextForCausalLM"], "vocab_size": 151_936}
+    | experts(512, 10, 512, is_shared=True),
+    "qwen3.5-35b-a3b": qwen3_5_moe(2048, 40, (16, 2), 32, 512),
+    "qwen3.5-122b-a10b": qwen3_5_moe(3072, 48, (32, 2), 64, 1024),
+    "tiny-moe": TINY | {"architectures": ["Qwen3MoeForCausalLM"]} | experts(8, 2, 32, is_shared=False),
+    "tiny": TINY,  # these two are to try the command on a CPU
 }
 
 
-GENERATIONS = {"qwen3.5-0.8b": QWEN3_5_RETRAINED, "qwen3.5-4b": QWEN3_5_RETRAINED, "qwen3.5-9b": QWEN3_5_RETRAINED}
+RETRAINED = ("qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-35b-a3b", "qwen3.5-122b-a10b")
+GENERATIONS = dict.fromkeys(RETRAINED, QWEN3_5_RETRAINED)
 
 
 DRAFT_FIELDS = (  # those of the target that each drafter has, too
-    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("vocab_size", "hidden_size"),
     *("rms_norm_eps", "max_position_embeddings", "dtype", "torch_dtype"),
 )
 QWEN3_FIELDS = (
@@ -168,6 +194,7 @@ def drafter_of(
             "mask_token_id": generation.mask_token_id if is_large else text["vocab_size"] - 1,
             "target_layer_ids": list(default_target_layer_ids(deep, taps)),
         },
+        "intermediate_size": text.get("intermediate_size", 3 * text["hidden_size"]),  # those of targets with experts
     }
     if is_hybrid:
         raw |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}

@@ -21,23 +21,36 @@ BASELINE_FIELDS = {"draft", "kv", "batch", "ctx", "tp", "decode_step_ms_median",
 BASELINE_DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
-def weight_bytes(engine: Engine) -> dict[str, int]:
+def weight_bytes(engine: Engine, touched: float | None) -> dict[str, int]:
     """Bytes of weights that the first device must read in a round: each weight once, and the head once a pass.
 
+    Args:
+        engine: the engine.
+        touched: experts that a round reads in each layer with experts; None for a target without.
+
     Returns:
-        `target` with its head; with a drafter `draft`, and `draft_head` for its own pass over a head. Embeddings are
-        left out: a round reads a few rows of them.
+        `target` with its head, but without its experts, which are `experts`; with a drafter `draft`, and `draft_head`
+        for its own pass over a head. Embeddings are left out: a round reads a few rows of them.
     """
     target, draft = engine.runner.params
     head = target.get("lm_head", target["embed_tokens"])
     layers = {name: value for name, value in target.items() if name not in ("lm_head", "embed_tokens")}
     sizes = {"target": _on_first_device(layers) + _on_first_device(head)}
+    if touched is not None:
+        assert engine.spec.target.experts is not None
+        of_experts = sum(_on_first_device(layer["mlp"].get("experts", {})) for layer in _layers(layers))
+        sizes["target"] -= of_experts
+        sizes["experts"] = round(of_experts * touched / engine.spec.target.experts.count)
     if draft:
         # What an fp8 drafter has for its context alone is a copy of its keys' and values' projections.
         copies = {"lm_head", CONTEXT, f"{CONTEXT}_bias"}
         sizes["draft"] = _on_first_device({name: value for name, value in draft.items() if name not in copies})
         sizes["draft_head"] = _on_first_device(draft.get("lm_head", head))
     return sizes
+
+
+def _layers(params: Any) -> list[Any]:
+    return [value for name, value in params.items() if name.startswith("layers_")]
 
 
 def _on_first_device(tree: Any) -> int:
@@ -151,6 +164,7 @@ def _step(row: dict[str, Any]) -> dict[str, str]:
         "tokens a round": ", ".join(map(str, row["tokens_per_round"])),
         "GB read": _number(row["read_gb"]["total"], 3),
         "of copy bandwidth": "-" if share is None else f"{share:.1%}",
+        **({"experts a layer": _number(row["experts_touched"], 1)} if row["experts_touched"] is not None else {}),
         "KV tokens": f"{row['kv_tokens']:,}",
         "compiles": str(row["compiles"]),
     }

@@ -31,6 +31,9 @@ PARTS = (
     ("draft_context", re.compile(r"write_context")),
     ("draft", re.compile(r"jit_draft|jit\(draft\)|/draft/|DraftModel")),
     ("sampling", re.compile(r"jit_commit|jit\(commit\)|/commit/")),
+    ("verify_router", re.compile(r"/router/")),
+    ("verify_shared_expert", re.compile(r"/shared_expert/")),
+    ("verify_experts", re.compile(r"experts")),
     ("verify_gated_delta", re.compile(r"gated_delta")),  # convolution, fold and recurrence; projections are products
     ("verify_gemm", re.compile(r" (swiglu|product)\S*$")),
     ("verify_other", re.compile(r"add_norm(?!.*dot)")),  # the scope of a fused product contains it as well

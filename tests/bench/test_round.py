@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -311,14 +312,18 @@ PUBLISHED = {
     "qwen3.5-4b": "z-lab/Qwen3.5-4B-DFlash",
     "qwen3.5-9b": "z-lab/Qwen3.5-9B-DFlash",
     "qwen3.6-27b": "z-lab/Qwen3.6-27B-DFlash",
+    "qwen3.5-35b-a3b": "z-lab/Qwen3.5-35B-A3B-DFlash",
+    "qwen3.5-122b-a10b": "z-lab/Qwen3.5-122B-A10B-DFlash",
 }
+TO_TRY = {"tiny", "tiny-moe"}
 WITHOUT_THINKING = ("qwen3-4b", "qwen3-8b")  # as their drafters were trained
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"tiny"}))
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - TO_TRY))
 def test_every_preset_can_be_served(name):
     served = parse_args(["--config", str(ROOT / "configs" / f"{name}.yaml")])
-    assert served.model == "Qwen/" + name.replace("qwen", "Qwen").replace("b", "B")
+    published = re.sub(r"a(\d+)b|b", lambda match: match[0].upper(), name.replace("qwen", "Qwen"))
+    assert served.model == "Qwen/" + published.replace("next", "Next") + ("-Instruct" if "next" in name else "")
     assert served.draft_model == PUBLISHED.get(name)
     assert served.engine.num_speculative_tokens is None  # the engine chooses
     assert served.default_chat_template_kwargs == ({"enable_thinking": False} if name in WITHOUT_THINKING else {})
@@ -327,7 +332,7 @@ def test_every_preset_can_be_served(name):
 
 
 def test_no_preset_is_left_out():
-    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == PRESETS.keys() - {"tiny"}
+    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == PRESETS.keys() - TO_TRY
 
 
 @pytest.mark.parametrize(
