@@ -12,6 +12,7 @@ from dflash_jax import LLM
 from dflash_jax.base.errors import CheckpointError, ConfigError
 from dflash_jax.spec import draft_config, target_config
 from dflash_jax.text.tokenizer import Tokenizer
+from dflash_jax.weights.export import dense_params
 from dflash_jax.weights.folder import resolve_folder
 from dflash_jax.weights.loader import load_params
 from dflash_jax.weights.safetensors import list_tensors
@@ -86,7 +87,7 @@ def test_fp8_with_scales(tmp_path, kind):
     name = UP + ("_scale_inv" if kind == "block" else "_scale")
     write_raw(tmp_path / "model.safetensors", tensors | {UP: stored, name: scale})
     config = target_config(TARGET | {"quantization_config": {"weight_block_size": [32, 20]}})
-    found = at(load_params(tmp_path, config, jnp.float32), UP, config)
+    found = at(dense_params(config, load_params(tmp_path, config, jnp.float32)), UP, config)
     np.testing.assert_allclose(found, stored.astype(np.float32) * spread, rtol=1e-6)
     np.testing.assert_allclose(found, weight, atol=0.1)
 

@@ -8,9 +8,12 @@ from safetensors.numpy import load_file
 
 from dflash_jax.models.drafters.dflash import DraftModel
 from dflash_jax.models.target import TargetModel
+from dflash_jax.weights.formats.grouped import Grouped
+from dflash_jax.weights.loader import load_params
 from tests.pairs import GOLDEN, GOLDEN_PAIRS, empty_cache, golden_cases, golden_llm, greedy, prompt
 
 RELATIVE = 2e-4
+QUANTIZED = ("q35_int4_autoround", "q35_fp8_block")  # the references multiply exactly dequantised weights in float32
 
 
 def assert_close(found, expected):
@@ -20,10 +23,13 @@ def assert_close(found, expected):
     assert np.abs(found - expected).max() <= RELATIVE * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("name", [*GOLDEN_PAIRS, "q35_dense"])  # `test_hybrid.py` has the answers of the last
+@pytest.mark.parametrize("name", [*GOLDEN_PAIRS, "q35_dense", *QUANTIZED])
 def test_modules_match_reference_vectors(name):
     engine = golden_llm(name).engine
-    target = TargetModel(engine.target.config).bind({"params": engine.target.params})
+    params = engine.target.params
+    if name in QUANTIZED:  # as they are stored; on a CPU the engine holds small matrices in fp8 otherwise
+        params = load_params(GOLDEN / name / "target", engine.target.config, jnp.float32)
+    target = TargetModel(engine.target.config).bind({"params": params})
     draft = DraftModel(engine.draft.config).bind({"params": engine.draft.params})
 
     @jax.jit
@@ -42,7 +48,7 @@ def test_modules_match_reference_vectors(name):
         }
 
     cases = load_file(GOLDEN / name / "cases.safetensors")
-    for i in (0, 3):  # a short prompt and the longest
+    for i in (3,) if name in QUANTIZED else (0, 3):  # a short prompt and the longest
         case = {key.split(".")[1]: value for key, value in cases.items() if key.startswith(f"p{i}.")}
         for key, found in run(case["input_ids"], case["block_ids"]).items():
             assert_close(np.asarray(found), case[key])
@@ -64,6 +70,15 @@ def test_outputs_and_acceptance_match_reference(name, options):
     cases = golden_cases(name)
     prompts = [prompt(*case["input_ids"]) for case in cases]
     assert_matches_reference(golden_llm(name).generate(prompts, greedy(80, **options)), cases)
+
+
+@pytest.mark.parametrize(("name", "devices"), [("q35_int4_autoround", 1), ("q35_fp8_block", 2)])
+def test_quantised_targets_answer_as_the_reference(name, devices):
+    """`test_hybrid.py` has the answers of q35_dense."""
+    cases = golden_cases(name)
+    llm = golden_llm(name, tensor_parallel_size=devices)
+    assert isinstance(llm.engine.target.params["layers_0"]["linear_attn"]["in_proj"], Grouped)
+    assert_matches_reference(llm.generate([prompt(*case["input_ids"]) for case in cases], greedy(80)), cases)
 
 
 def test_one_by_one_equals_batched():

@@ -14,13 +14,20 @@ from dflash_jax.base.errors import CheckpointError
 from dflash_jax.models.rope import rope_tables
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import TargetConfig, read_json, target_config
-from dflash_jax.weights.export import save_model
+from dflash_jax.weights.export import dense_params, save_model
 from dflash_jax.weights.formats.transposed import Transposed
 from dflash_jax.weights.initial import initializer
 from dflash_jax.weights.loader import load_kv_scales, load_params
 from dflash_jax.weights.orders import inverse, rotary_order
 from dflash_jax.weights.safetensors import list_tensors
-from dflash_jax.weights.tables import checkpoint_table, checkpoint_tensors, declare, gated_delta_table, parameters_of
+from dflash_jax.weights.tables import (
+    PROJECTIONS,
+    checkpoint_table,
+    checkpoint_tensors,
+    declare,
+    gated_delta_table,
+    parameters_of,
+)
 from pallas_kernels.lib.rotary import rotate
 from tests.pairs import GOLDEN, HYBRID, random_tensors, write_model
 
@@ -48,7 +55,8 @@ def golden(name: str) -> tuple[dict, TargetConfig, dict[str, np.ndarray]]:
 @pytest.fixture(scope="module", params=GOLDENS)
 def pair(request):
     raw, config, tensors = golden(request.param)
-    return raw, config, tensors, load_params(GOLDEN / request.param / "target", config, jnp.float32)
+    params = load_params(GOLDEN / request.param / "target", config, jnp.float32)
+    return raw, config, tensors, dense_params(config, params)
 
 
 def wide(array) -> np.ndarray:
@@ -194,11 +202,11 @@ def test_what_was_written_is_read(tmp_path, name, dtype):
     assert not {"text_config", "vision_config", "quantization_config"} & written.keys()
     again = target_config(written)
     assert set(list_tensors(tmp_path / "new")) == set(checkpoint_table(config))
-    before, after = (jax.tree.leaves_with_path(p) for p in (params, load_params(tmp_path / "new", again, dtype)))
-    for (path, old), (new_path, new) in zip(before, after, strict=True):
+    before, loaded = dense_params(config, params), load_params(tmp_path / "new", again, dtype)
+    for (path, old), (new_path, new) in zip(*map(jax.tree.leaves_with_path, (before, loaded)), strict=True):
         assert path == new_path
-        assert old.dtype == new.dtype
-        np.testing.assert_array_equal(wide(new), wide(old), err_msg=str(path))
+        assert new.dtype == (dtype if path[-1].key in PROJECTIONS else old.dtype)
+        np.testing.assert_array_equal(wide(new), wide(old.astype(new.dtype)), err_msg=str(path))
     stored = list_tensors(tmp_path / "new")
     for key, info in stored.items():
         expected = tensors.get(key.removeprefix("model."), tensors.get(key))
@@ -218,7 +226,9 @@ def test_fp8_leaves_the_gates_of_the_state_as_they_are(tmp_path):
     assert quantized == {*attention, *mlp, "in_proj_qkv", "in_proj_z", "out_proj"}
     read = read_json(tmp_path / "fp8" / "config.json")
     assert "re:.*in_proj_[ab]$" in read["quantization_config"]["ignore"]
-    found = checkpoint_tensors(CONFIG, load_params(tmp_path / "fp8", target_config(read), jnp.float32))
+    found = checkpoint_tensors(
+        CONFIG, dense_params(CONFIG, load_params(tmp_path / "fp8", target_config(read), "float32"))
+    )
     for name, before in checkpoint_tensors(CONFIG, params).items():
         np.testing.assert_allclose(found[name], before, rtol=2.0**-4, atol=1e-2, err_msg=name)
 

@@ -14,9 +14,11 @@ from dflash_jax import LLM, frontend
 from dflash_jax.models.projections import project_add_norm, project_swiglu
 from dflash_jax.parallel.collectives import Devices
 from dflash_jax.parallel.mesh import Mesh
+from dflash_jax.weights.formats import grouped
 from dflash_jax.weights.formats.array import ArrayWeight
 from dflash_jax.weights.formats.fp8 import Quantized, to_e4m3
 from dflash_jax.weights.formats.protocol import Product, QuantizedRows, Weight, plain
+from dflash_jax.weights.formats.side_by_side import SideBySide
 from dflash_jax.weights.formats.transposed import Transposed, inputs_first
 from dflash_jax.weights.formats.weight import project, weight_of
 from dflash_jax.weights.loader import load_params
@@ -26,6 +28,7 @@ from tests.pairs import DRAFT, TARGET, greedy, tokens_of, write_model
 from tests.test_lossless import prompts_of
 
 GROUP = 8  # inputs that share a scale
+TOLERANCE = {"array": 0.15, "transposed": 0.15, "made up": 0.15}  # of products of 16 inputs; e4m3 has 0.7
 called = set()
 
 
@@ -120,16 +123,26 @@ def random(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
+def groups_of(weight, rows):
+    """e4m3 numbers, with a scale for each row's groups of 8."""
+    flat = weight.reshape(*weight.shape[:rows], -1, GROUP)
+    scales = jnp.abs(flat).max(axis=-1) / 448
+    values = (flat / scales[..., None]).astype(jnp.float8_e4m3fn).reshape(*weight.shape[:rows], -1)
+    return grouped.Grouped(values, scales, inner=weight.shape[rows + 1 :])
+
+
 def formats_of(weight, rows):
     return {
         "array": ArrayWeight(weight),
         "transposed": Transposed(jnp.asarray(inputs_first(np.asarray(weight), rows)), weight.shape),
         "fp8": Quantized(*to_e4m3(weight, rows), is_whole=True),
+        "groups": groups_of(weight, rows),
+        "side by side": SideBySide((ArrayWeight(weight[:1]), groups_of(weight[1:], rows)), 0, rows),
         "made up": Grouped.of(weight, rows),
     }
 
 
-@pytest.mark.parametrize("name", ["array", "transposed", "fp8", "made up"])
+@pytest.mark.parametrize("name", ["array", "transposed", "fp8", "groups", "side by side", "made up"])
 def test_every_format_keeps_the_protocol(name):
     """Members, shapes, and one product behind all methods, with kernels and without."""
     x, array = random(0, 2, 3, 16), random(1, 4, 2, 8, 16)
@@ -140,7 +153,7 @@ def test_every_format_keeps_the_protocol(name):
     assert weight.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(weight))
     assert jax.tree.structure(jax.tree.map(lambda leaf: leaf, weight)) == jax.tree.structure(weight)
     wanted = project(x, weight)
-    np.testing.assert_allclose(wanted, jnp.einsum("bti,...i->bt...", x, array), atol=0.7 if name == "fp8" else 0.15)
+    np.testing.assert_allclose(wanted, jnp.einsum("bti,...i->bt...", x, array), atol=TOLERANCE.get(name, 0.7))
     for kernels in (False, True):
         parts, _ = split = weight.split(x, kernels=kernels)
         for values, scales in (
@@ -160,13 +173,14 @@ def test_every_format_keeps_the_protocol(name):
         np.testing.assert_array_equal(token, project(x, head).argmax(axis=-1))
 
 
-@pytest.mark.parametrize("name", ["array", "fp8", "transposed"])
+@pytest.mark.parametrize("name", ["array", "fp8", "groups", "side by side", "transposed"])
 def test_specs_of_the_parts(name):
     weight = formats_of(random(2, 4, 8), 1)[name]
     first, second = (jax.tree.leaves(weight.shard(axis, "tp")) for axis in (0, 1))
     split, inner = PartitionSpec("tp"), PartitionSpec(None, "tp")
-    assert first == {"array": [split], "fp8": [split, split], "transposed": []}[name]
-    assert second == {"array": [inner], "fp8": [inner, PartitionSpec()], "transposed": []}[name]
+    each = {"array": ([split], [inner]), "fp8": ([split, split], [inner, PartitionSpec()]), "transposed": ([], [])}
+    each |= {"groups": ([split] * 2, [inner] * 2), "side by side": ([], [inner] * 3)}
+    assert (first, second) == each[name]
 
 
 def test_only_weights_that_want_quantised_rows_get_them():

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dflash_jax.spec.quantization import Quantization
+
 Mask = Literal["causal", "block"]  # as in `pallas_kernels.lib.masks`, which would bring JAX and every kernel along
 
 
@@ -250,6 +252,7 @@ class TargetConfig(DecoderConfig):
 
     Attributes:
         weight_block_size: rows and columns of the blocks that share a scale in a block-wise fp8 checkpoint; else None.
+        quantization: what the checkpoint says of its quantised matrices; None if it says nothing.
     """
 
     architecture: str
@@ -257,6 +260,7 @@ class TargetConfig(DecoderConfig):
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     weight_block_size: tuple[int, int] | None
+    quantization: Quantization | None = None
 
 
 @dataclass(frozen=True)

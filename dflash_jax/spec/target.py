@@ -9,6 +9,7 @@ from dflash_jax.base.values import is_int
 from dflash_jax.spec import experts, hybrid
 from dflash_jax.spec.fields import Fields
 from dflash_jax.spec.model import LayerSpec, RopeConfig, TargetConfig
+from dflash_jax.spec.quantization import block_structure, quantization
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM", *hybrid.ARCHITECTURES)
 DEFAULT_WINDOW = 4096  # tokens: Qwen3's default of sliding_window, where use_sliding_window is set
@@ -89,6 +90,7 @@ def _outer_fields(fields: Fields, architecture: str) -> dict[str, Any]:
         "tie_word_embeddings": fields.flag("tie_word_embeddings"),
         "eos_token_ids": fields.token_ids("eos_token_id"),
         "weight_block_size": weight_block_size(fields),
+        "quantization": quantization(fields),
     }
 
 
@@ -213,7 +215,8 @@ def layer_windows(fields: Fields, num_layers: int) -> list[int | None]:
 
 def weight_block_size(fields: Fields) -> tuple[int, int] | None:
     """Rows and columns that share a scale (`weight_scale_inv`) in a block-wise fp8 checkpoint; else None."""
-    size = fields.sub("quantization_config").get("weight_block_size")
+    config = fields.sub("quantization_config")
+    size = config.get("weight_block_size", block_structure(config))
     if size is None:
         return None
     if not isinstance(size, list | tuple) or len(size) != 2 or not all(is_int(n) and n >= 1 for n in size):

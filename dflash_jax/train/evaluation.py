@@ -6,8 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.base.values import Prompt, SamplingParams
 from dflash_jax.eval.acceptance import measure
@@ -19,8 +21,9 @@ from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data.shards import Sample
 from dflash_jax.train.dataset import DEFAULT_EVAL_SAMPLES
 from dflash_jax.train.pair import Pair
+from dflash_jax.weights.formats.protocol import Weight
 from dflash_jax.weights.loader import Params
-from dflash_jax.weights.tables import build, checkpoint_table, parameters_of
+from dflash_jax.weights.tables import Parameter, build, checkpoint_table, parameters_of
 
 KV_CACHE_BYTES = 2**30
 BEGINNING = 64  # tokens of a text without a prompt that serve as its prompt
@@ -120,6 +123,18 @@ def engine_params(params: Params, target: TargetConfig, tensor_parallel_size: in
     mesh = Mesh.of(tensor_parallel_size)
     if mesh.is_cpu:
         return None
-    places = build(parameters_of(checkpoint_table(target), target), lambda p: mesh.place(p.axes, p.shape))
+    places = build(parameters_of(checkpoint_table(target), target), lambda p: _places(p, p.of(params), mesh))
     shared: Params = jax.device_put(params, places)
     return shared
+
+
+def _places(parameter: Parameter, leaf: jax.Array | Weight, mesh: Mesh) -> Any:
+    """The sharding of a parameter as the engine wants it; of a weight of several arrays, one for each."""
+    place = mesh.place(parameter.axes, parameter.shape)
+    if not isinstance(leaf, Weight):
+        return place
+    specs = next((leaf.shard(axis, name) for axis, name in enumerate(place.spec) if name is not None), None)
+    if specs is None:
+        return jax.tree.map(lambda _: mesh.whole, leaf)
+    is_spec = lambda value: isinstance(value, PartitionSpec)  # noqa: E731
+    return jax.tree.map(lambda spec: NamedSharding(mesh.devices, spec), specs, is_leaf=is_spec)

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jaxtyping import Array
 from safetensors.numpy import save_file
 
 from dflash_jax.base.errors import CheckpointError, ConfigError
 from dflash_jax.spec import DraftConfig, LayerSpec, RopeConfig, TargetConfig
 from dflash_jax.spec.hybrid import text_raw_config
+from dflash_jax.weights.formats.protocol import Weight
 from dflash_jax.weights.loader import Params
 from dflash_jax.weights.safetensors import INDEX_NAME, SINGLE_NAME
-from dflash_jax.weights.tables import FLOAT32, checkpoint_tensors
+from dflash_jax.weights.tables import (
+    FLOAT32,
+    Parameter,
+    build,
+    checkpoint_table,
+    checkpoint_tensors,
+    output_axes,
+    parameters_of,
+)
 
 WeightDtype = Literal["float32", "bfloat16", "fp8_e4m3"]
 
@@ -73,7 +86,7 @@ def save_model(
         raw_config: the JSON object that `config` was read from; its `quantization_config` is replaced to fit `dtype`.
             Of a hybrid the language model alone is written, with its fields at the top level.
         config: the model's.
-        params: nested dicts of arrays, as the Flax modules take them.
+        params: nested dicts of arrays and weights, as the Flax modules take them; quantised ones are dequantised.
         dtype: dtype of the stored weights. With fp8_e4m3, projections are fp8 with a float32 scale for each row, in
             compressed-tensors' format, and the rest is bfloat16.
 
@@ -86,7 +99,7 @@ def save_model(
     if (folder / INDEX_NAME).exists():
         raise CheckpointError(f"{folder} holds {INDEX_NAME}, which would hide the new weights; give another folder.")
     tensors: dict[str, np.ndarray] = {}
-    for name, tensor in checkpoint_tensors(config, params).items():
+    for name, tensor in checkpoint_tensors(config, dense_params(config, params)).items():
         tensors |= _stored(name, tensor, dtype)
     text = text_raw_config(raw_config)
     raw = {name: value for name, value in text.items() if name != "quantization_config"}
@@ -94,6 +107,28 @@ def save_model(
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / SINGLE_NAME, tensors)
     save_json(folder / "config.json", raw | quantization)
+
+
+def dense_params(config: TargetConfig | DraftConfig, params: Params) -> Params:
+    """Parameters with a float32 array in the place of each weight that is no array.
+
+    A weight's product with the identity is its transpose, exactly: every sum has one term that is not 0. So it is for
+    all formats that multiply plain activations.
+    """
+
+    def dense(parameter: Parameter) -> Array:
+        leaf, rows = parameter.of(params), output_axes(parameter.axes)
+        if not isinstance(leaf, Weight):
+            return leaf
+        identity = jnp.eye(math.prod(parameter.shape[rows:]))
+        return _transposed(leaf, identity).T.reshape(parameter.shape)
+
+    return build(parameters_of(checkpoint_table(config), config), dense)
+
+
+@jax.jit
+def _transposed(weight: Weight, identity: Array) -> Array:
+    return weight.product(identity)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:

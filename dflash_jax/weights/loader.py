@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,13 @@ from jaxtyping import Float
 from dflash_jax.base.errors import CheckpointError
 from dflash_jax.spec import DraftConfig, TargetConfig
 from dflash_jax.spec.hybrid import ARCHITECTURES as HYBRIDS
+from dflash_jax.weights.formats.protocol import Weight
+from dflash_jax.weights.formats.side_by_side import SideBySide
 from dflash_jax.weights.formats.transposed import Transposed, inputs_first
+from dflash_jax.weights.formats.weight import weight_of
+from dflash_jax.weights.layouts import SCALE_SUFFIXES, Stored, dequantized
 from dflash_jax.weights.naming import Naming, naming_of
+from dflash_jax.weights.quantized import find_quantized, grouped, uniform
 from dflash_jax.weights.safetensors import TensorInfo, list_tensors
 from dflash_jax.weights.tables import (
     IGNORED_TENSORS,
@@ -42,7 +47,6 @@ Params = dict[str, Any]  # nested dicts of arrays, as Flax modules take them
 Placement = Callable[[tuple[str, ...], tuple[int, ...]], jax.sharding.Sharding | None]
 
 FP8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
-SCALE_SUFFIXES = ("_scale", "_scale_inv")  # names of dequantisation factors; the second is DeepSeek's and Qwen's
 MOST_NAMED = 5  # problems that one error lists
 SKIPPED = re.compile(r"^model\.(visual)\.|^(mtp)\.")  # what a hybrid's checkpoint holds beside the language model
 
@@ -112,12 +116,13 @@ def load_params(
     Args:
         folder: holds `*.safetensors`, with or without an index.
         config: the model's.
-        dtype: float32 or bfloat16; tensors of other float types are converted, fp8 ones with their scales.
+        dtype: float32 or bfloat16; tensors of other float types are converted. Quantised matrices of a target stay as
+            they are stored, whatever the dtype; other tensors in fp8 are multiplied by their scales.
         place: gives the sharding of an array by its axes and shape; None leaves it on the default device.
-        transpose: hold projections as `Transposed`, as CPUs want them.
+        transpose: hold projections as CPUs want them: `Transposed`, and small ones in fp8 so, too.
 
     Returns:
-        Nested dicts of arrays, as the Flax modules take them.
+        Nested dicts of arrays and weights, as the Flax modules take them.
 
     Raises:
         CheckpointError: a tensor is missing, surplus, or has a shape or dtype that the table does not expect.
@@ -127,19 +132,29 @@ def load_params(
     if isinstance(config, TargetConfig) and config.architecture in HYBRIDS:
         tensors = _without_skipped(folder, tensors)
     table = checkpoint_table(config, naming)
-    _check(folder, tensors, table, config, naming)
+    parameters = parameters_of(table, config)
+    quantized = find_quantized(tensors, parameters, table, config, on_cpu=transpose)
+    _check(folder, tensors, table, config, naming, quantized)
 
     def put(array: np.ndarray, axes: tuple[str, ...], floating: DTypeLike = dtype) -> jax.Array:
         placed = jax.device_put(array, place(axes, array.shape))
         return placed.astype(floating if jnp.issubdtype(placed.dtype, jnp.floating) else jnp.int32)
 
-    def read(parameter: Parameter) -> jax.Array | Transposed:
+    def dense(parameter: Parameter) -> jax.Array | Transposed:
         array = parameter.join({name: _read(tensors, name, config) for name in parameter.parts})
         if transpose and parameter.is_projection:
             return Transposed(put(inputs_first(array, output_axes(parameter.axes)), ("D", "D")), parameter.shape)
         return put(array, parameter.axes, jnp.float32 if parameter.is_float32 else dtype)
 
-    return build(parameters_of(table, config), read)
+    def read(parameter: Parameter) -> jax.Array | Weight:
+        matrices = {name: quantized[name].load() for name in parameter.parts if name in quantized}
+        pieces = uniform(parameter, matrices)
+        weights = [grouped(p, matrices, place) if matrices.keys() & p.parts else dense(p) for p in pieces]
+        if len(weights) == 1:
+            return weights[0]
+        return SideBySide(tuple(map(weight_of, weights)), parameter.axis, output_axes(parameter.axes))
+
+    return build(parameters, read)
 
 
 def _without_skipped(folder: Path, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -158,12 +173,17 @@ def _check(
     table: dict[str, str],
     config: TargetConfig | DraftConfig,
     naming: Naming,
+    quantized: Mapping[str, Stored],
 ) -> None:
     """Raise one error for all tensors that do not fit the table, with file, tensor, expected and actual shape."""
-    problems = []
+    problems: list[str] = []
     for name, axes in table.items():
         expected, info = checkpoint_shape(axes, config), tensors.get(name)
-        if info is None:
+        if name in quantized:
+            problems += quantized[name].problems
+        elif info is None and (packed := tensors.get(f"{name.removesuffix('.weight')}.qweight")):
+            problems.append(f"{packed.file}: tensor {packed.name!r} is packed, and {name!r} must be at 16 bits")
+        elif info is None:
             problems.append(f"{folder}: tensor {name!r} of shape {list(expected)} is missing")
         elif info.shape != expected:
             problems.append(
@@ -175,7 +195,8 @@ def _check(
         elif not jnp.issubdtype(info.dtype, jnp.floating):
             problems.append(f"{info.file}: tensor {name!r} should hold floats and holds {info.dtype}")
     layers = range(config.num_hidden_layers)
-    known = table.keys() | {name for i in layers for x in "kv" for name in kv_scale_names(config, i, x, naming)}
+    known = table.keys() | {info.name for stored in quantized.values() for info in stored.tensors.values()}
+    known |= {name for i in layers for x in "kv" for name in kv_scale_names(config, i, x, naming)}
     for name, info in tensors.items():
         if name in known or IGNORED_TENSORS.search(name) or name == naming.head:  # a tied or copied head
             continue
@@ -192,25 +213,5 @@ def _check(
 def _read(tensors: dict[str, TensorInfo], name: str, config: TargetConfig | DraftConfig) -> np.ndarray:
     """Load a tensor in the checkpoint's shape; one that has a scale is dequantised to float32."""
     array = tensors[name].load()
-    for suffix in SCALE_SUFFIXES:
-        scale = tensors.get(name + suffix)
-        if scale is not None:
-            wide = scale.load().astype(np.float32)
-            return array.astype(np.float32) * _spread(wide, array.shape, config.weight_block_size, scale)
-    return array
-
-
-def _spread(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None, info: TensorInfo) -> np.ndarray:
-    """Expand a scale of the whole tensor, of each row or of each block so that it broadcasts against the tensor."""
-    if scale.size == 1:
-        return scale.reshape(())
-    if scale.size == shape[0] and scale.shape[0] == shape[0]:
-        return scale.reshape(-1, *[1] * (len(shape) - 1))
-    if block is not None and len(shape) == 2:
-        rows, columns = (np.arange(length) // side for length, side in zip(shape, block, strict=True))
-        if scale.shape == (rows[-1] + 1, columns[-1] + 1):
-            return scale[rows][:, columns]
-    raise CheckpointError(
-        f"{info.file}: tensor {info.name!r} of shape {list(scale.shape)} fits neither the whole, nor the rows, nor the "
-        f"blocks {block} of the weight {list(shape)}; check weight_block_size in config.json."
-    )
+    scale = next((tensors[name + suffix] for suffix in SCALE_SUFFIXES if name + suffix in tensors), None)
+    return array if scale is None else dequantized(array, scale, config.weight_block_size)

@@ -82,7 +82,7 @@ FLOAT32 = ("A_log", "dt_bias")  # held in float32 whatever the model's dtype: a 
 # Tensors that checkpoints may hold and our models do not need.
 IGNORED_TENSORS = re.compile(
     r"(^|\.)rotary_emb\.inv_freq$"  # recomputed; old Llama files have it
-    r"|\.input_scale$"  # static activation scales: weights are dequantised at load
+    r"|\.input_scale$"  # static scales of activations, which are not quantised
     r"|\.self_attn\.(attn\.)?(q|prob)_scale$|\.q_proj\.(q|output)_scale$"  # for fp8 queries: ours are not quantised
     r"|^(embed_tokens|verifier_lm_head|verifier_norm)\.weight$|^t2d$"  # speculators: copies of the target's
 )
@@ -307,6 +307,16 @@ class Parameter:
         parts = [self._moved(name, tensors[name]).reshape(shape) for name, shape in self.parts.items()]
         array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self.axis)
         return array.astype(np.float32) + np.float32(self.offset) if self.offset else array
+
+    def join_rows(self, matrices: Mapping[str, np.ndarray], rows: int) -> np.ndarray:
+        """Build [*O, C] from matrices [O, C] that have a row for each output: packed numbers, or scales.
+
+        Args:
+            matrices: by the tensors' names in the checkpoint.
+            rows: the number of output axes.
+        """
+        parts = [self._moved(name, matrices[name]).reshape(*shape[:rows], -1) for name, shape in self.parts.items()]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self.axis)
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
         """The tensors in the array, by checkpoint name; they still have to be reshaped to the checkpoint's shapes."""

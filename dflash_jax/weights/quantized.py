@@ -1,0 +1,152 @@
+"""Parameters made of quantised matrices: found among a checkpoint's tensors, joined, and put on their devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from dflash_jax.base.errors import CheckpointError
+from dflash_jax.spec import DraftConfig, TargetConfig
+from dflash_jax.weights import packing
+from dflash_jax.weights.formats.grouped import Grouped
+from dflash_jax.weights.layouts import (
+    E4M3,
+    MIDDLE,
+    SCALE_SUFFIXES,
+    Matrix,
+    Stored,
+    compressed,
+    fp8,
+    packed_by_groups,
+)
+from dflash_jax.weights.safetensors import TensorInfo
+from dflash_jax.weights.tables import PROJECTIONS, Parameter, checkpoint_shape, output_axes
+from pallas_kernels.quantized_product.layout import span_of_group
+
+Placement = Callable[[tuple[str, ...], tuple[int, ...]], Sharding | None]
+
+# The tensor that shows a matrix to be packed, how such a matrix is read, and the other tensors that it may have.
+PACKED = {
+    "qweight": (packed_by_groups, ("qzeros", "scales", "g_idx")),
+    "weight_packed": (compressed, ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")),
+}
+
+# Numbers of an fp8 matrix, 16 MiB in float32, up to which CPUs hold it in the dtype of the model. They have no fp8
+# arithmetic: the embedded pair takes a fifth of the time so that it takes where each product widens its weight anew.
+WIDENED = 1 << 22
+
+
+def find_quantized(
+    tensors: Mapping[str, TensorInfo],
+    parameters: Iterable[Parameter],
+    table: Mapping[str, str],
+    config: TargetConfig | DraftConfig,
+    *,
+    on_cpu: bool,
+) -> dict[str, Stored]:
+    """The quantised matrices of a target, by the names that their tensors have in checkpoints that are not quantised.
+
+    Each is what the file holds under its own name, whatever stands beside it or in the configuration. A drafter's are
+    not kept so: it is trained and exported, and `--draft-quantization` makes it fp8 again. Nor are small ones in fp8 on
+    CPUs (`WIDENED`).
+    """
+    if isinstance(config, DraftConfig):
+        return {}
+    names = [name for p in parameters if p.path[-1] in PROJECTIONS for name in p.parts]
+    stored = {}
+    for name in names:
+        rows, *inputs = checkpoint_shape(table[name], config)
+        found = _stored(tensors, name, (rows, math.prod(inputs)), config)
+        if found is not None and not (on_cpu and found.is_fp8 and math.prod(found.shape) <= WIDENED):
+            stored[name] = found
+    return stored
+
+
+def _stored(
+    tensors: Mapping[str, TensorInfo], name: str, shape: tuple[int, int], config: TargetConfig
+) -> Stored | None:
+    """The quantised matrix of this name; None if there is none."""
+    base, info = name.removesuffix(".weight"), tensors.get(name)
+    if info is None:
+        for first, (layout, others) in PACKED.items():
+            suffixes = [suffix for suffix in (first, *others) if f"{base}.{suffix}" in tensors]
+            if first in suffixes:
+                return layout({suffix: tensors[f"{base}.{suffix}"] for suffix in suffixes}, shape, config.quantization)
+        return None
+    scale = next((tensors[name + suffix] for suffix in SCALE_SUFFIXES if name + suffix in tensors), None)
+    if scale is None or info.dtype != E4M3 or info.shape != shape:
+        return None
+    return fp8(info, scale, shape, config.weight_block_size)
+
+
+def uniform(parameter: Parameter, matrices: Mapping[str, Matrix]) -> list[Parameter]:
+    """The parameter in as few pieces as hold one format each: neighbours that are not quantised, or that join."""
+    pieces: list[list[str]] = []
+    for name in parameter.parts:
+        mine, before = matrices.get(name), matrices.get(pieces[-1][-1]) if pieces else None
+        joins = mine is before if mine is None or before is None else mine.joins(before)
+        if pieces and joins:
+            pieces[-1].append(name)
+        else:
+            pieces.append([name])
+    return [replace(parameter, parts={name: parameter.parts[name] for name in piece}) for piece in pieces]
+
+
+def grouped(parameter: Parameter, matrices: Mapping[str, Matrix], place: Placement) -> Grouped:
+    """A parameter of quantised matrices of one kind.
+
+    Args:
+        parameter: with the parts that are to be held, which all are among `matrices`.
+        matrices: by the names of tensors; others are left out.
+        place: gives the sharding of an array by its axes and shape.
+
+    Raises:
+        CheckpointError: its groups cannot be split as the devices split it.
+    """
+    mine = {name: matrices[name] for name in parameter.parts}
+    rows, first = output_axes(parameter.axes), next(iter(mine.values()))
+    sharding, devices = _placed(place(parameter.axes, parameter.shape), rows, can_split=first.order is None)
+    group = math.gcd(first.inputs // devices, *(matrix.group for matrix in mine.values()))
+    is_packed = first.zeros is not None
+    if is_packed and group % 2:
+        raise CheckpointError(
+            f"{next(iter(mine))}: groups of {first.group} inputs cannot be split over {devices} devices; lower "
+            "tensor_parallel_size."
+        )
+    evened = {name: matrix.regrouped(group) for name, matrix in mine.items()}
+
+    def joined(part: str) -> np.ndarray:
+        return parameter.join_rows({name: getattr(matrix, part) for name, matrix in evened.items()}, rows)
+
+    def put(array: np.ndarray) -> jax.Array:
+        return jax.device_put(array, sharding)
+
+    values, zeros = joined("values"), joined("zeros") if is_packed else None
+    return Grouped(
+        put(packing.to_spans(values, span_of_group(group)) if is_packed else values),
+        put(joined("scales")),
+        zeros=None if zeros is None or (zeros == MIDDLE).all() else put(zeros),
+        order=None if first.order is None else jax.device_put(first.order, _whole(sharding)),
+        inner=parameter.shape[rows + 1 :],
+    )
+
+
+def _placed(sharding: Sharding | None, rows: int, *, can_split: bool) -> tuple[Sharding | None, int]:
+    """The sharding of [*O, ...] for a weight [*O, *I], and over how many devices the inputs are split."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding, 1
+    axes: list[Any] = [*sharding.spec, *[None] * (rows + 1)][: rows + 1]
+    if not can_split:
+        axes[rows] = None
+    devices = 1 if axes[rows] is None else sharding.mesh.shape[axes[rows]]
+    return NamedSharding(sharding.mesh, PartitionSpec(*axes)), devices
+
+
+def _whole(sharding: Sharding | None) -> Sharding | None:
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding

@@ -1,0 +1,86 @@
+"""Make the reference vectors of `tests/test_layouts.py` with the packages that write such checkpoints.
+
+    python3.11 -m venv oracle && oracle/bin/pip install torch==2.13.0 auto-round==0.16.1 compressed-tensors==0.20.0
+    oracle/bin/python scripts/make_packed_vectors.py       # writes tests/data/packed/vectors.safetensors
+
+auto-round has the packing of GPTQ (zero points less 1, and as they are) and of AWQ; compressed-tensors has its own. For
+each case the file holds the packed tensors under `<case>.<name>`, and under `<case>.expected` the matrix [O, I] that
+the package makes of them again. Scales have six bits, so that the packages, which multiply in float16, round nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from auto_round.export.export_to_awq.utils import WQLinear_GEMM, dequantize_gemm
+from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import save_file
+
+OUTPUT = Path(__file__).parents[1] / "tests" / "data" / "packed" / "vectors.safetensors"
+O, I = 32, 64  # noqa: E741
+Tensors = dict[str, torch.Tensor]
+
+
+def random(seed: int, group: int, *, symmetric: bool) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor]:
+    """A layer that reaches beyond what 4 bits hold, scales [O, G] and zero points [O, G]."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = I // group
+    scales = torch.randint(33, 64, (O, groups), generator=generator) / 2.0**12
+    zeros = torch.randint(1, 16, (O, groups), generator=generator)
+    zeros = torch.full_like(zeros, 8) if symmetric else zeros
+    layer = torch.nn.Linear(I, O, bias=False)
+    numbers = torch.randint(-2, 18, (O, I), generator=generator)  # what is outside of 0 to 15 must be clamped
+    spread = [array.repeat_interleave(group, 1) for array in (scales, zeros)]
+    layer.weight.data = (numbers - spread[1]) * spread[0]
+    return layer, scales, zeros
+
+
+def gptq(module: object, seed: int, group: int, *, symmetric: bool) -> Tensors:
+    """Packed by auto-round's layer of GPTQ's packing; its product with the identity is the expected matrix."""
+    layer, scales, zeros = random(seed, I if group == -1 else group, symmetric=symmetric)
+    packed = module.QuantLinear(4, group, I, O, bias=False)
+    packed.device = "cpu"  # the layer without an offset asks itself, and has none
+    packed.pack_248_bits(layer, scales, zeros.float(), device="cpu")
+    packed.scales = packed.scales.half()
+    names = ("qweight", "qzeros", "scales")
+    return {name: getattr(packed, name) for name in names} | {"expected": packed(torch.eye(I).half()).T.float()}
+
+
+def awq(seed: int, group: int) -> Tensors:
+    """Packed by auto-round's layer of AWQ's packing."""
+    layer, scales, zeros = random(seed, group, symmetric=False)
+    packed = WQLinear_GEMM.from_linear(layer, 4, group, scales=scales.T, zeros=zeros.T, device="cpu")
+    tensors = {name: getattr(packed, name) for name in ("qweight", "qzeros", "scales")}
+    return tensors | {"expected": dequantize_gemm(*tensors.values(), 4, group).T.float()}
+
+
+def compressed(seed: int, group: int, *, symmetric: bool) -> Tensors:
+    """Packed by compressed-tensors, whose numbers and zero points are signed until they are packed."""
+    layer, scales, zeros = random(seed, group, symmetric=symmetric)
+    arguments = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=group, symmetric=symmetric)
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    state = {"weight": layer.weight.data, "weight_scale": scales, "weight_zero_point": (zeros - 8).to(torch.int8)}
+    packed = PackedQuantizationCompressor.compress(state, scheme)
+    whole = PackedQuantizationCompressor.decompress(packed, scheme)["weight"]
+    return {name: tensor for name, tensor in packed.items() if name.startswith("weight_")} | {"expected": whole.float()}
+
+
+def main() -> None:
+    cases = {
+        "gptq_symmetric": gptq(qlinear_torch_zp, 0, 32, symmetric=True),
+        "gptq_zeros": gptq(qlinear_torch_zp, 1, 32, symmetric=False),
+        "gptq_whole": gptq(qlinear_torch_zp, 2, -1, symmetric=False),
+        "auto_round": gptq(qlinear_torch, 3, 16, symmetric=False),
+        "awq": awq(4, 32),
+        "compressed_symmetric": compressed(5, 32, symmetric=True),
+        "compressed_zeros": compressed(6, 16, symmetric=False),
+    }
+    tensors = {f"{case}.{name}": tensor.contiguous() for case, of in cases.items() for name, tensor in of.items()}
+    save_file(tensors, OUTPUT)
+
+
+if __name__ == "__main__":
+    main()
