@@ -23,6 +23,7 @@ from dflash_jax.options import EngineArgs, EngineConfig
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.parallel.platform import enable_compilation_cache
 from dflash_jax.spec import DraftConfig, Fields, TargetConfig, read_json, target_config
+from dflash_jax.spec.quantization import check_method
 from dflash_jax.text.renderer import Renderer
 from dflash_jax.text.tokenizer import Tokenizer
 from dflash_jax.weights.drafter import read_draft_config
@@ -105,6 +106,7 @@ def load(
         raise ConfigError(f"seed={args.seed!r} must be an integer.")
     folder, draft_folder = resolve_folders(model, draft_model)
     target, draft = _read_configs(folder, draft_folder)
+    check_method(args.quantization, target.quantization, str(folder))
     claim_device_memory()
     enable_compilation_cache()
     config = EngineConfig.of(args, target, draft, on_cpu=jax.default_backend() == "cpu")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_jax import LLM
 from dflash_jax.base.errors import CheckpointError, ConfigError
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import target_config
@@ -385,6 +386,8 @@ def test_the_option_may_not_contradict_the_checkpoint():
         check_method("awq", config_of(AUTO_ROUND), "m")
     with pytest.raises(ConfigError, match="quantization='fp8', but m has no quantization_config"):
         check_method("fp8", None, "m")
+    with pytest.raises(ConfigError, match=r"quantization='gptq_marlin', but .*int4_autoround/target has quant_method"):
+        LLM(GOLDEN / "q35_int4_autoround" / "target", quantization="gptq_marlin")
 
 
 def test_training_shares_packed_weights_with_its_engine():

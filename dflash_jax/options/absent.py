@@ -15,7 +15,6 @@ REASONS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (("download-dir",), "the Hub's files are kept where HF_HOME says; set that instead"),
     (("load-format",), "weights are safetensors; convert others first"),
-    (("quantization", "q"), "the checkpoint's config.json says how it is quantised; leave it out"),
     (
         ("hf-overrides", "rope-scaling", "rope-theta", "json-model-override-args"),
         "the model is what its config.json says; edit a copy of that",

@@ -9,6 +9,7 @@ from dflash_jax.options.dtypes import DRAFT_QUANTIZATIONS, DTYPES, KV_CACHE_DTYP
 from dflash_jax.options.flag_values import drafts_of_block
 from dflash_jax.options.kinds import Choice, Number, Switch
 from dflash_jax.options.option import Flag, documented, option, options_of, unknown_option
+from dflash_jax.spec.quantization import METHOD_OF
 
 SIZE, SIZE_OR_NONE = Number(1), Number(1, or_none=True)
 STORED = Choice(("auto", *KV_CACHE_DTYPES))
@@ -26,6 +27,15 @@ class EngineArgs:
         "type of parameters and activations; auto is the checkpoint's, where float16 and fp8 become bfloat16, and on "
         "CPUs float32 (but bfloat16 for a drafter's matrix products, which change no output)",
         server_group=ENGINE,
+    )
+    quantization: str | None = option(
+        None,
+        Choice(tuple(METHOD_OF), or_none=True),
+        "what the checkpoint's matrices are, by vLLM's and SGLang's names; its config.json says so anyway, and another "
+        "one is an error",
+        unset="none: what the checkpoint says",
+        server_group=ENGINE,
+        server_names=("--quantization", "-q"),
     )
     kv_cache_dtype: str = option(
         "auto", STORED, "type of stored keys and values; auto takes dtype, and fp8 is fp8_e4m3", server_group=ENGINE

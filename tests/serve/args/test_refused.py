@@ -141,7 +141,7 @@ def test_options_of_speculation_need_a_drafter(capsys, option):
     assert capsys.readouterr().err == expected
 
 
-@pytest.mark.parametrize("flags", [["--zzz"], ["-q9"], ["--no-such-thing-at-all"]])
+@pytest.mark.parametrize("flags", [["--zzz"], ["-z9"], ["--no-such-thing-at-all"]])
 def test_only_near_names_are_suggested(capsys, flags):
     sentence = refusal(capsys, flags)
     assert sentence == f"there is no {flags[0]}; --help lists what there is."
