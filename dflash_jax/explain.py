@@ -39,6 +39,7 @@ from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import checked
 from pallas_kernels.product import PRODUCT
 from pallas_kernels.quantize import QUANTIZE_GATED, QUANTIZE_ROWS
+from pallas_kernels.quantized_product import operation_of
 from pallas_kernels.registry import Call, Device, Explanation, explain
 from pallas_kernels.swiglu import SWIGLU
 from pallas_kernels.write_attend import WRITE_ATTEND, call_of
@@ -46,6 +47,7 @@ from pallas_kernels.write_kv import WRITE_CONTEXT, WRITE_KV
 
 Struct = jax.ShapeDtypeStruct
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+GROUP = 128  # inputs that share a scale in most checkpoints
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Step:
         dtype: of activations and weights.
         kv_dtype: of the pages.
         is_quantized: whether the weights, those of a drafter, are in fp8.
+        bits: of a target's matrices, as its checkpoint says: 4, 8, or None for 16.
         head_rows: rows of the vocabulary that the head has.
         device: that the step runs on.
     """
@@ -73,6 +76,7 @@ class Step:
     dtype: Any
     kv_dtype: Any
     is_quantized: bool
+    bits: int | None
     head_rows: int
     device: Device
 
@@ -97,7 +101,10 @@ class Step:
             fused = {"qkv_proj": (N + 2 * K + (N if self.model.has_gated_attention else 0)) * H}
             projections = {"q_proj": N * H, "kv_proj": 2 * K * H} if self.is_draft else fused
             gate_up = Struct((letters["E"], 2, letters["I"], D), self.dtype)
-            yield Call(SWIGLU, f"gate_up_proj {_text(gate_up)}", (self._rows(D), gate_up))
+            if self.bits is None:
+                yield Call(SWIGLU, f"gate_up_proj {_text(gate_up)}", (self._rows(D), gate_up))
+            else:
+                projections["gate_up_proj"] = 2 * F
         for name, outputs in projections.items():
             yield self._product(name, outputs, D)
         yield self._product("o_proj", D, N * H)
@@ -145,6 +152,11 @@ class Step:
         return Call(LARGEST_PRODUCT, f"{_text(hidden)} x head {_text(head)}", (hidden, head))
 
     def _product(self, name: str, outputs: int, inputs: int) -> Call:
+        if self.bits is not None and name != "in_proj_ba":  # which most checkpoints leave at 16 bits
+            values = Struct((outputs, inputs // 2), jnp.uint8) if self.bits == 4 else Struct((outputs, inputs), E4M3)
+            scales = Struct((outputs, max(1, inputs // GROUP)), jnp.bfloat16)
+            label = f"{_text(self._rows(inputs))} x {name} {self.bits} bits [{outputs}, {inputs}]"
+            return Call(operation_of(values), label, (self._rows(inputs), values, scales, None, self.dtype))
         x, weight = self._rows(inputs, self._weight_dtype), Struct((outputs, inputs), self._weight_dtype)
         return Call(PRODUCT, f"{_text(x)} x {name} {_text(weight)}", (x, weight, self.dtype))
 
@@ -209,6 +221,7 @@ def steps_of(args: argparse.Namespace, device: Device) -> Iterator[Step]:
             dtype=config.dtype,
             kv_dtype=config.kv_cache_dtype,
             is_quantized=False,
+            bits=bits if (bits := target.quantization and target.quantization.bits) in (4, 8) else None,
             head_rows=target.vocab_size,
             device=device,
         )
@@ -217,6 +230,7 @@ def steps_of(args: argparse.Namespace, device: Device) -> Iterator[Step]:
             yield replace(
                 of_target,
                 model=draft,
+                bits=None,
                 dtype=config.draft_dtype,
                 kv_dtype=config.draft_kv_cache_dtype,
                 is_quantized=config.draft_quantization is not None,

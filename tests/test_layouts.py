@@ -23,7 +23,7 @@ from dflash_jax.weights.layouts import compressed, packed_by_groups
 from dflash_jax.weights.loader import load_params
 from dflash_jax.weights.quantized import grouped
 from dflash_jax.weights.safetensors import list_tensors
-from dflash_jax.weights.tables import Parameter, checkpoint_tensors
+from dflash_jax.weights.tables import PROJECTIONS, Parameter, checkpoint_tensors
 from pallas_kernels.quantized_product.reference import widened
 from tests.conftest import DATA
 from tests.pairs import GOLDEN, HYBRID, random_tensors
@@ -163,14 +163,15 @@ def test_what_was_packed_is_read(tmp_path_factory, data):
     )
 
 
-def test_kernels_read_halves_of_spans():
+@pytest.mark.parametrize("span", [2, 4, 32])
+def test_kernels_read_halves_of_spans(span):
     numbers = np.random.default_rng(0).integers(0, 16, (3, 96), np.uint8)
-    pairs = packing.to_pairs(numbers)
+    pairs, half = packing.to_pairs(numbers), span // 2
     np.testing.assert_array_equal(packing.to_numbers(pairs), numbers)
-    spans = packing.to_spans(pairs, 32)
-    for row, span, j in np.ndindex(3, 3, 16):
-        byte = spans[row, 16 * span + j]
-        assert (byte & 15, byte >> 4) == (numbers[row, 32 * span + j], numbers[row, 32 * span + 16 + j])
+    spans = packing.to_spans(pairs, span)
+    for row, i, j in np.ndindex(3, 96 // span, half):
+        byte = spans[row, half * i + j]
+        assert (byte & 15, byte >> 4) == (numbers[row, span * i + j], numbers[row, span * i + half + j])
 
 
 # --- whole models
@@ -236,13 +237,12 @@ V2_8 = GPTQ_V2 | {"group_size": 8}
 
 
 def test_rows_are_moved_and_joined_packed(tmp_path):
-    """Heads, gates and channels in our order, all of int4 with in_proj_a and in_proj_b of six rows."""
-    config, tensors = quantized_model(tmp_path, dict.fromkeys((*EVERY, *DELTA), "gptq_v2"), V2_8)
+    """Heads, gates and channels in our order; the six rows of in_proj_a and in_proj_b fill no int32 of zero points."""
+    config, tensors = quantized_model(tmp_path, dict.fromkeys((*EVERY, *DELTA, *GATES), "gptq_v2"), V2_8)
     params = load_params(tmp_path, config, jnp.bfloat16)
     layers = [params["layers_0"]["linear_attn"], params["layers_3"]["self_attn"], params["layers_3"]["mlp"]]
-    matrices = {name: leaf for layer in layers for name, leaf in layer.items() if name.endswith("proj")}
+    matrices = {name: leaf for layer in layers for name, leaf in layer.items() if name in PROJECTIONS}
     assert {name for name, leaf in matrices.items() if isinstance(leaf, Grouped)} == set(matrices)
-    assert not isinstance(params["layers_0"]["linear_attn"]["in_proj_ba"], Grouped)
     wide = load_params(tmp_path, config, jnp.float32)  # what is not quantised is rounded to bfloat16
     assert_holds(config, wide, tensors)
 
@@ -374,6 +374,20 @@ def test_configurations_that_are_refused(config, word):
     with pytest.raises(ConfigError, match="quantization_config") as error:
         config_of(config)
     assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "bits"),
+    [
+        (AUTO_ROUND, 4),
+        (AWQ, 4),
+        (COMPRESSED | {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "float"}}}}, 8),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
+        ({"quant_method": "unheard of"}, None),
+    ],
+)
+def test_bits(config, bits):
+    assert config_of(config).bits == bits
 
 
 @pytest.mark.parametrize("asked", ["auto-round", "auto_round", "inc", None])

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from dflash_jax import LLM, frontend
-from dflash_jax.models.projections import project_add_norm, project_swiglu
+from dflash_jax.models.projections import project_add_norm, project_heads, project_swiglu
 from dflash_jax.parallel.collectives import Devices
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.weights.formats import grouped
@@ -23,7 +23,7 @@ from dflash_jax.weights.formats.transposed import Transposed, inputs_first
 from dflash_jax.weights.formats.weight import project, weight_of
 from dflash_jax.weights.loader import load_params
 from dflash_jax.weights.tables import PROJECTIONS
-from pallas_kernels import gated, largest
+from pallas_kernels import _compat, gated, largest
 from tests.pairs import DRAFT, TARGET, greedy, tokens_of, write_model
 from tests.test_lossless import prompts_of
 
@@ -41,6 +41,7 @@ class Grouped:
     scales: jax.Array  # float32 [*O, I / GROUP]
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     wants_quantized_rows: bool = dataclasses.field(default=False, metadata={"static": True})
+    needs_kernels: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @staticmethod
     def of(weight, rows):
@@ -210,3 +211,24 @@ def test_programs_of_one_device_have_no_collectives():
     for weight in formats_of(random(8, 16, 16), 1).values():
         traced = jax.jit(lambda x, w: project_add_norm(x, x, w, None, norm, 1e-6, Devices(mesh))[0]).trace(x, weight)
         assert not {name for name in ("shard_map", "psum") if name in str(traced.jaxpr)}
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+def test_devices_multiply_their_parts_of_few_bits_by_kernels(monkeypatch):
+    """XLA would widen the whole weight in memory before each product."""
+    monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
+    devices = Devices(Mesh.of(2))
+    norm = jnp.ones(128)
+    products = {
+        "heads": lambda x, w: project_heads(x, w, None, devices),
+        "gates": lambda x, w: project_swiglu(x, w, None, devices),
+        "sum": lambda x, w: project_add_norm(x, x, w, None, norm, 1e-6, devices),
+    }
+    for name, product in products.items():
+        outputs = (128,) if name == "sum" else (2, 2, 64)
+        values = jax.ShapeDtypeStruct((*outputs, 64), jnp.uint8)
+        weight = grouped.Grouped(values, jax.ShapeDtypeStruct((*outputs, 2), jnp.float16))
+        traced = jax.jit(product).trace(jax.ShapeDtypeStruct((1, 4, 128), jnp.bfloat16), weight)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "quantized_product" in text, name
+        assert "xla.gpu.triton" in text, name

@@ -12,6 +12,7 @@ from dflash_jax.options.kinds import Choice, Number, Read, Switch
 from dflash_jax.options.option import check_options, documented, option
 
 MOST_RANDOM = 1000  # random prompts by default, as in vLLM
+TARGET_QUANTIZATIONS = ("int4", "fp8")  # of the random weights of `bench round`
 FEW_RANDOM = 32  # the default of an engine on CPUs, which takes half a second for a prompt of 1,024 tokens
 SIZE, SIZE_OR_NONE, COUNT = Number(1), Number(1, or_none=True), Number(0)
 ABOVE_ZERO = Number(0, is_whole=False, is_open=True, or_infinite=True)
@@ -133,6 +134,12 @@ class RoundOptions:
     )
     draft_sliding_window: int | None = option(
         None, ANY_WHOLE, "tokens that all layers of that drafter except the last see", unit="TOKENS"
+    )
+    target_quantization: str | None = option(
+        None,
+        Choice(TARGET_QUANTIZATIONS, or_none=True),
+        "give the target's matrices random numbers in so many bits, with a scale for each 128 inputs",
+        unset="none: they have the dtype",
     )
     plain: bool = option(False, ON, "decode without a drafter")
     num_accepted_tokens: int = option(5, ANY_WHOLE, "drafts kept in each round", unit="DRAFTS")

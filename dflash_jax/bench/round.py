@@ -46,7 +46,7 @@ PREFILL_REPEATS = 3
 FLAGS = {  # by title of their group in `--help`
     "models": (
         *("model", "draft_model", "draft_sliding_window", "plain", "num_speculative_tokens", "num_accepted_tokens"),
-        "dtype",
+        *("dtype", "target_quantization"),
     ),
     "cells": (
         *("batch_size", "context", "output_len", "warmup_rounds", "kv_cache_dtype", "draft_kv_cache_dtype"),
@@ -181,7 +181,7 @@ def _measure_all(
     number, total = 0, len(cells) * sum(len(configs) for _, configs in plans)
     for mesh, configs in plans:
         with phase("making random weights"):
-            model = _random_model(target, configs[0], mesh, seed=0)
+            model = _random_model(target, configs[0], mesh, seed=0, quantization=args.target_quantization)
             drafter = None if draft is None else _random_drafter(draft, model, configs[0], mesh)
         for config in configs:
             with phase("making the engine"):
@@ -199,9 +199,11 @@ def _measure_all(
         gc.collect()
 
 
-def _random_model(model: TargetConfig | DraftConfig, config: EngineConfig, mesh: Mesh, *, seed: int) -> Model:
+def _random_model(
+    model: TargetConfig | DraftConfig, config: EngineConfig, mesh: Mesh, *, seed: int, quantization: str | None = None
+) -> Model:
     with explain_out_of_memory():
-        return Model(model, random_params(model, config.dtype, mesh, seed), None)
+        return Model(model, random_params(model, config.dtype, mesh, seed, quantization), None)
 
 
 def _random_drafter(draft: DraftConfig, target: Model, config: EngineConfig, mesh: Mesh) -> Model:
@@ -245,6 +247,7 @@ def _row(
     config = engine.config
     row = {
         "kind": kind,
+        "target_quantization": args.target_quantization,
         "speculation": engine.spec.draft is not None,
         "batch_size": cell.batch_size,
         "context": cell.context,

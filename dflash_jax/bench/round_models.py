@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from dflash_jax.base.errors import ConfigError
@@ -21,11 +23,14 @@ from dflash_jax.spec.fields import read_json
 from dflash_jax.spec.hybrid import ARCHITECTURES as HYBRIDS
 from dflash_jax.spec.hybrid import text_raw_config
 from dflash_jax.weights.drafter import read_draft_config
+from dflash_jax.weights.formats.grouped import Grouped
 from dflash_jax.weights.initial import initializer
 from dflash_jax.weights.loader import Params
-from dflash_jax.weights.tables import Parameter, build, checkpoint_table, parameters_of
+from dflash_jax.weights.quantized import placed
+from dflash_jax.weights.tables import PROJECTIONS, Parameter, build, checkpoint_table, output_axes, parameters_of
 
 DRAFT_BLOCK = 16  # of all drafters that z-lab publishes
+GROUP = 128  # inputs that share a scale in published checkpoints
 
 
 @dataclass(frozen=True)
@@ -241,18 +246,47 @@ def configs_of(
     return target, read_draft_config(Path(draft_model), target)
 
 
-def random_params(config: TargetConfig | DraftConfig, dtype: DTypeLike, mesh: Mesh, seed: int) -> Params:
-    """Random weights made on their devices, from the distributions of a new model (`weights.initial`)."""
-    keys = itertools.count()
-    programs: dict[tuple[str, tuple[int, ...]], Callable[[jax.Array], jax.Array]] = {}
+def random_params(
+    config: TargetConfig | DraftConfig, dtype: DTypeLike, mesh: Mesh, seed: int, quantization: str | None = None
+) -> Params:
+    """Random weights made on their devices, from the distributions of a new model (`weights.initial`).
 
-    def make(parameter: Parameter) -> jax.Array:
+    Args:
+        config: the model's.
+        dtype: of the arrays.
+        mesh: the devices.
+        seed: of the random numbers.
+        quantization: one of `TARGET_QUANTIZATIONS` for matrices; heads and gates of the state have the dtype all the
+            same, as in published checkpoints.
+    """
+    keys = itertools.count()
+    programs: dict[tuple[str, tuple[int, ...]], Callable[[jax.Array], jax.Array | Grouped]] = {}
+
+    def make(parameter: Parameter) -> jax.Array | Grouped:
         name, shape = parameter.path[-1], parameter.shape
         if (name, shape) not in programs:  # compiled once for all layers
-            stored = jnp.int32 if name == "d2t" else jnp.float32 if parameter.is_float32 else dtype
-            fill = partial(initializer(name), shape=shape, dtype=stored)
-            programs[name, shape] = jax.jit(fill, out_shardings=mesh.place(parameter.axes, shape))
+            place = mesh.place(parameter.axes, shape)
+            if quantization is not None and name in PROJECTIONS and name != "in_proj_ba":
+                rows = output_axes(parameter.axes)
+                sharding, devices = placed(place, rows)
+                group = math.gcd(GROUP, math.prod(shape[rows:]) // devices)
+                fill = partial(_random_bits, shape=shape, rows=rows, group=group, is_fp8=quantization == "fp8")
+                programs[name, shape] = jax.jit(fill, out_shardings=sharding)
+            else:
+                stored = jnp.int32 if name == "d2t" else jnp.float32 if parameter.is_float32 else dtype
+                plain = partial(initializer(name), shape=shape, dtype=stored)
+                programs[name, shape] = jax.jit(plain, out_shardings=place)
         return programs[name, shape](jax.random.fold_in(jax.random.key(seed), next(keys)))
 
     params: Params = build(parameters_of(checkpoint_table(config), config), make)
     return jax.block_until_ready(params)
+
+
+def _random_bits(key: jax.Array, *, shape: tuple[int, ...], rows: int, group: int, is_fp8: bool) -> Grouped:
+    """A weight [*O, *I] of random bits, with scales that give its numbers a deviation of about 0.02."""
+    inputs = math.prod(shape[rows:])
+    values = jax.random.bits(key, (*shape[:rows], inputs if is_fp8 else inputs // 2), jnp.uint8)
+    scale = 0.02 / (64 if is_fp8 else 4)  # of e4m3 numbers up to 240, and of numbers from -8 to 7
+    scales = jnp.full((*shape[:rows], inputs // group), scale, jnp.bfloat16)
+    numbers = lax.bitcast_convert_type(values & 0xF7, jnp.float8_e4m3fn) if is_fp8 else values  # without NaN
+    return Grouped(numbers, scales, inner=shape[rows + 1 :])

@@ -126,8 +126,9 @@ def name_of(row: dict[str, Any]) -> str:
     """A short name of a cell."""
     kind = "prefill" if row["kind"] == "prefill" else "DFlash" if row["speculation"] else "plain"
     batch = "" if row["kind"] == "prefill" else f" x{row['batch_size']}"
-    drafter = f", {row['draft_quantization']} drafter" if row["draft_quantization"] else ""
-    return f"{kind}{batch} ctx {row['context']} {row['kv_cache_dtype']} tp{row['tensor_parallel_size']}{drafter}"
+    models = (("target", row.get("target_quantization")), ("drafter", row["draft_quantization"]))
+    bits = "".join(f", {quantization} {model}" for model, quantization in models if quantization)
+    return f"{kind}{batch} ctx {row['context']} {row['kv_cache_dtype']} tp{row['tensor_parallel_size']}{bits}"
 
 
 def tables(rows: list[dict[str, Any]]) -> list[str]:

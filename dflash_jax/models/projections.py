@@ -49,7 +49,7 @@ def project_add_norm(
     quantize = bias is None and devices.is_single and weight.wants_quantized_rows
 
     def on_each(x, inputs, weight, bias, norm, peers):
-        y, scales = _product(inputs, weight, bias, is_part=parts is not None, kernels=devices.is_single)
+        y, scales = _product(inputs, weight, bias, is_part=parts is not None, devices=devices)
         if parts is not None:
             return all_reduce_add_norm(x, y, norm, eps, AXIS, peers)
         added, normed = add_norm(x, y, norm, eps, scales, quantize=quantize, implementation=devices.implementation)
@@ -67,13 +67,44 @@ def _product(
     bias: Float[Array, " D"] | None,
     *,
     is_part: bool,
-    kernels: bool,
+    devices: Devices,
 ) -> tuple[Array, tuple[Array, Array] | None]:
     """The product for `add_norm` and its scales; of the parts of a sum, the first device's alone has the bias."""
+    kernels = devices.is_single or (devices.has_kernels and weight.needs_kernels)
+    if bias is None and kernels and not devices.is_single:  # the all-reduce takes a product in one part
+        return weight.unscaled(flat_rows(inputs), kernels=True)
     if bias is None:
         return weight.split(flat_rows(inputs), kernels=kernels)
     y = project(inputs, weight, kernels=kernels)
     return jnp.where(lax.axis_index(AXIS) == 0, y + bias, y) if is_part else y + bias, None
+
+
+def project_heads(
+    x: Float[Array, "B T D"] | QuantizedRows,
+    weight: Array | Weight,
+    bias: Float[Array, "K J H"] | None,
+    devices: Devices,
+) -> Float[Array, "B T K *J"]:
+    """Project to heads, which are split over the devices where K divides evenly.
+
+    Args:
+        x: normed input.
+        weight: [K, *J, D].
+        bias: bias of the projection.
+        devices: where it runs.
+    """
+    weight = weight_of(weight)
+    if devices.is_single or not (devices.has_kernels and weight.needs_kernels):
+        return project(x, weight, bias, kernels=devices.is_single)
+    parts = weight.shard(0, AXIS) if devices.share(weight.shape[0]) else None
+
+    def on_each(x: Rows, weight: Weight, bias: Array | None) -> Array:
+        return project(x, weight, bias, kernels=True)
+
+    in_specs = (WHOLE, WHOLE, WHOLE) if parts is None else (WHOLE, parts, SPLIT_FIRST)
+    out_specs = WHOLE if parts is None else PartitionSpec(None, None, AXIS)
+    heads: Array = devices.on_each(on_each, in_specs, out_specs)(x, weight, bias)
+    return heads
 
 
 def project_swiglu(

@@ -35,6 +35,7 @@ class Quantization:
 
     Attributes:
         method: `quant_method`, as the file spells it; None if it does not say.
+        bits: of a number of most matrices; None if the file does not say.
         packing: how AutoRound, GPTQ and AWQ pack 4-bit numbers; None for other methods.
         zero_offset: what must be added to stored zero points: 1 in the first version of GPTQ's packing, else 0.
         group_sizes: every number of inputs that share a scale, of any module; -1 is all; empty if it does not say.
@@ -42,6 +43,7 @@ class Quantization:
     """
 
     method: str | None
+    bits: int | None
     packing: Packing | None
     zero_offset: int
     group_sizes: tuple[int, ...]
@@ -66,6 +68,7 @@ def quantization(fields: Fields) -> Quantization | None:
     }
     return Quantization(
         method=None if name is None else str(name),
+        bits=8 if method == "fp8" else next((bits for module in modules if is_int(bits := _bits(module))), None),
         packing=packing,
         zero_offset=offset,
         group_sizes=tuple(sorted({_group_size(config, module) for module in modules} - {0})),
@@ -133,6 +136,11 @@ def _modules(config: Fields) -> Iterator[Mapping[str, Any]]:
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if isinstance(weights, Mapping):
             yield weights
+
+
+def _bits(module: Mapping[str, Any]) -> Any:
+    """The bits of a number, by the three names that they have."""
+    return next((module[name] for name in ("bits", "w_bit", "num_bits") if module.get(name) is not None), None)
 
 
 def _group_size(config: Fields, module: Mapping[str, Any]) -> int:

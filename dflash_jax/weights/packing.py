@@ -58,7 +58,13 @@ def to_spans(pairs: UInt8[np.ndarray, "*O pairs"], span: int) -> UInt8[np.ndarra
 
     Args:
         pairs: rows of pairs.
-        span: inputs of a span, a multiple of 2.
+        span: inputs of a span, a power of 2 from 2.
     """
-    numbers = to_numbers(pairs).reshape(*pairs.shape[:-1], -1, 2, span // 2)
-    return (numbers[..., 0, :] | (numbers[..., 1, :] << 4)).reshape(pairs.shape)
+    if span == 2:
+        return pairs
+    halves = pairs.reshape(*pairs.shape[:-1], -1, 2, span // 4)
+    first, second = halves[..., 0, :], halves[..., 1, :]
+    spans = np.empty((*first.shape, 2), np.uint8)
+    spans[..., 0] = (first & 15) | (second << 4)  # bytes lose what is shifted out
+    spans[..., 1] = (first >> 4) | (second & 0xF0)
+    return spans.reshape(pairs.shape)

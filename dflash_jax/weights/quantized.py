@@ -111,7 +111,7 @@ def grouped(parameter: Parameter, matrices: Mapping[str, Matrix], place: Placeme
     """
     mine = {name: matrices[name] for name in parameter.parts}
     rows, first = output_axes(parameter.axes), next(iter(mine.values()))
-    sharding, devices = _placed(place(parameter.axes, parameter.shape), rows, can_split=first.order is None)
+    sharding, devices = placed(place(parameter.axes, parameter.shape), rows, can_split=first.order is None)
     group = math.gcd(first.inputs // devices, *(matrix.group for matrix in mine.values()))
     is_packed = first.zeros is not None
     if is_packed and group % 2:
@@ -137,8 +137,14 @@ def grouped(parameter: Parameter, matrices: Mapping[str, Matrix], place: Placeme
     )
 
 
-def _placed(sharding: Sharding | None, rows: int, *, can_split: bool) -> tuple[Sharding | None, int]:
-    """The sharding of [*O, ...] for a weight [*O, *I], and over how many devices the inputs are split."""
+def placed(sharding: Sharding | None, rows: int, *, can_split: bool = True) -> tuple[Sharding | None, int]:
+    """The sharding of [*O, ...] for a weight [*O, *I], and over how many devices the inputs are split.
+
+    Args:
+        sharding: of an array [*O, *I].
+        rows: the number of axes of *O.
+        can_split: whether inputs may be split.
+    """
     if not isinstance(sharding, NamedSharding):
         return sharding, 1
     axes: list[Any] = [*sharding.spec, *[None] * (rows + 1)][: rows + 1]

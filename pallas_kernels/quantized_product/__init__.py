@@ -8,15 +8,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, UInt8
 
 from pallas_kernels import registry
+from pallas_kernels.registry import AMPERE_ON, FP8_GPUS
 
-__all__ = ["QUANTIZED_PRODUCT", "quantized_product"]
+__all__ = ["FP8_PRODUCT", "INT4_PRODUCT", "operation_of", "quantized_product", "split_quantized_product"]
 
-Implementation = Literal["reference"]
+Implementation = Literal["triton", "reference"]
 
-QUANTIZED_PRODUCT = registry.Operation(  # a call is (x, values, scales, zeros, dtype of the result)
-    "quantized_product",
-    (registry.Implementation("reference", "pallas_kernels.quantized_product.reference:quantized_product"),),
-)
+
+def _operation(name: str, gpus: registry.Capability) -> registry.Operation:
+    triton = "pallas_kernels.quantized_product.triton:quantized_product"
+    return registry.Operation(  # a call is (x, values, scales, zeros, dtype of the result)
+        name,
+        (
+            registry.Implementation("triton", triton, gpus, refusal="refusal", interprets=True),
+            registry.Implementation("reference", "pallas_kernels.quantized_product.reference:quantized_product"),
+        ),
+    )
+
+
+INT4_PRODUCT = _operation("int4_product", AMPERE_ON)
+FP8_PRODUCT = _operation("fp8_product", FP8_GPUS)  # with scales of groups; activations are not quantised
 
 
 def quantized_product(
@@ -27,26 +38,56 @@ def quantized_product(
     dtype: DTypeLike | None = None,
     *,
     implementation: Implementation | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "*T O"]:
     """``x @ weight.T`` with weight = (number - zero point) * scale, for any number of tokens, summed in float32.
 
     The I / G inputs of a group share a scale and a zero point. The weight is never rounded to 16 bits.
 
     Args:
-      x: activations; any float.
+      x: activations; bf16 (any other float: reference only).
       values: 4-bit numbers, two to a byte as ``layout`` says, or e4m3 numbers, which have no zero point.
       scales: bf16, f16 or f32.
       zeros: zero points of 4-bit numbers, 0 to 16; None is 8.
       dtype: of the result; None is x's.
-      implementation: ``"reference"`` leaves it to XLA, which may split it over several devices; None picks the fastest.
+      implementation: ``"triton"``, for groups of a multiple of 32 inputs, or ``"reference"``, which leaves it to XLA;
+        None picks Triton on NVIDIA GPUs from sm_80, with e4m3 from sm_89. Only the reference can be split by XLA over
+        several devices; the kernel needs a ``shard_map`` around it there.
+      interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
 
     Raises:
       ValueError: shapes or dtypes that do not belong together; the message prints them.
+      NotImplementedError: the chosen implementation cannot do the call; the message says why.
     """
     _check(x, values, scales, zeros)
     call = (x, values, scales, zeros, dtype or x.dtype)
-    out: Array = QUANTIZED_PRODUCT.function(implementation, call)(*call)
+    out: Array = operation_of(values).function(implementation, call, interpret=interpret)(*call)
     return out
+
+
+def split_quantized_product(
+    x: Float[Array, "*T I"],
+    values: UInt8[Array, "O packed"] | Float8e4m3fn[Array, "O I"],
+    scales: Float[Array, "O G"],
+    zeros: UInt8[Array, "O G"] | None = None,
+) -> Float[Array, "*T O"] | Float[Array, "S *T O"]:
+    """``quantized_product`` for a caller that adds it to something: S float32 parts where the inputs are split.
+
+    A weight of few rows does not fill the device otherwise. Args and errors are ``quantized_product``'s.
+    """
+    call = (x, values, scales, zeros, x.dtype)
+    if operation_of(values).pick(None, call).name == registry.REFERENCE:
+        return quantized_product(x, values, scales, zeros)
+    _check(x, values, scales, zeros)
+    from pallas_kernels.quantized_product import triton
+
+    parts: Array = triton.quantized_product(*call, may_split=True)
+    return parts
+
+
+def operation_of(values: Any) -> registry.Operation:
+    """The operation that multiplies by weights with such values."""
+    return INT4_PRODUCT if values.dtype == jnp.uint8 else FP8_PRODUCT
 
 
 def _check(x: Any, values: Any, scales: Any, zeros: Any) -> None:

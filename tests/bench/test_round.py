@@ -24,6 +24,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.options import EngineArgs, EngineConfig
 from dflash_jax.options.serve_command import parse_args
 from dflash_jax.parallel.mesh import Mesh
+from dflash_jax.weights.export import dense_params
 from dflash_jax.weights.tables import checkpoint_shape, checkpoint_table
 from tests.pairs import HYBRID
 from tests.phases import lines, phases
@@ -131,12 +132,17 @@ def test_bytes_that_a_round_reads(drafted):
 def test_a_drafter_in_fp8_reads_fewer_bytes(tmp_path, capsys):
     options = SMALL | {"--context": 24, "--output-len": 6, "--num-accepted-tokens": 2, "--warmup-rounds": 1}
     options |= {"--output": tmp_path / "out.json", "--kv-cache-memory-bytes": 1 << 20, "--draft-quantization": "fp8"}
+    options["--target-quantization"] = "int4"
     assert main(["round", *flags(options), "--no-trace"]) == 0
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert row["draft_quantization"] == "fp8"
-    assert "DFlash x1 ctx 24 float32 tp1, fp8 drafter: " in capsys.readouterr().out
+    assert (row["draft_quantization"], row["target_quantization"]) == ("fp8", "int4")
+    assert "DFlash x1 ctx 24 float32 tp1, int4 target, fp8 drafter: " in capsys.readouterr().out
     target, draft = configs_of("tiny", None)
     read = {name: round(1e9 * size) for name, size in row["read_gb"].items()}
+    matrices = target.num_hidden_layers * 64 * (64 + 2 * 32 + 64 + 3 * 128)  # 64 rows of queries, 32 of keys and values
+    scales = target.num_hidden_layers * (64 + 2 * 32 + 64 + 2 * 128 + 64)  # one of 2 bytes a row
+    widened = 4 * (num_parameters(target) - target.vocab_size * target.hidden_size)  # the embedding is not read
+    assert read["target"] == widened - 4 * matrices + matrices // 2 + 2 * scales
     assert read["draft_head"] == target.vocab_size * (target.hidden_size + 4)  # a byte a weight, a scale a row
     # In two layers, five projections are stored in fewer bytes: their rows have scales, and norms are what they were.
     heads, layers = draft.head_dim * (draft.num_attention_heads + 2 * draft.num_key_value_heads), 2
@@ -294,6 +300,20 @@ def test_folders(tmp_path):
         (tmp_path / name / "config.json").write_text(json.dumps(raw))
     target, draft = configs_of(str(tmp_path / "target"), str(tmp_path / "draft"))
     assert (target, draft.block_size) == (configs_of("tiny", None)[0], 8)
+
+
+@pytest.mark.parametrize("quantization", ["int4", "fp8"])
+def test_random_bits_are_numbers_of_the_usual_size(quantization):
+    config, mesh = configs_of("tiny", None)[0], Mesh.of(2)
+    params = random_params(config, jnp.bfloat16, mesh, seed=0, quantization=quantization)
+    dense = dense_params(config, params)
+    for name in ("gate_up_proj", "down_proj"):
+        weight, wide = params["layers_0"]["mlp"][name], dense["layers_0"]["mlp"][name]
+        assert weight.shape == wide.shape
+        assert weight.values.sharding.shard_shape(weight.values.shape) != weight.values.shape
+        assert 0.015 < float(wide.std()) < 0.025
+        assert float(jnp.abs(wide).max()) < 0.1
+    assert params["lm_head"].dtype == jnp.bfloat16
 
 
 def test_random_params_are_random_and_in_place():

@@ -27,6 +27,7 @@ from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.product import PRODUCT, parts_of
 from pallas_kernels.quantize import QUANTIZE_GATED, QUANTIZE_ROWS
+from pallas_kernels.quantized_product import FP8_PRODUCT, INT4_PRODUCT
 from pallas_kernels.registry import Device
 from pallas_kernels.swiglu import SWIGLU
 from pallas_kernels.write_attend import WRITE_ATTEND, call_of
@@ -100,6 +101,8 @@ OPERATIONS = {  # by their name in the table; those of one name must choose alik
     "gated_delta": [VERIFY, FOLD],
     "experts": [EXPERTS],
     "gated_delta_prefill": [PREFILL],
+    "int4_product": [INT4_PRODUCT],
+    "fp8_product": [FP8_PRODUCT],
 }
 UNINTERPRETED = ("split_product", "largest_product", "all_reduce")  # which have no argument `interpret`
 
@@ -163,6 +166,13 @@ def calls() -> Iterator[tuple[str, str, list[tuple[Any, ...]]]]:
         yield "gated_delta_prefill", _name(dtype), layers
     for dtype, sizes in itertools.product((BF16, F16, F32, E4M3), ((256, 512, 2048), (256, 64, 3072), (8, 24, 64))):
         yield "experts", f"{_name(dtype)} {sizes}", [_experts(dtype, t, *sizes) for t in TOKENS]
+    for dtype, group in itertools.product((BF16, F16, F32), (16, 32, 128, 5120)):
+        for name, values in (
+            ("int4_product", shape(96, 2560, dtype=jnp.uint8)),
+            ("fp8_product", shape(96, 5120, dtype=E4M3)),
+        ):
+            arguments = values, shape(96, 5120 // group), None, dtype
+            yield name, f"{_name(dtype)} groups of {group}", [(shape(t, 5120, dtype=dtype), *arguments) for t in TOKENS]
     for operation in ("paged_attention", "write_attend"):
         for heads, dtype, B in itertools.product(HEADS, (BF16, E4M3), (1, 4, 16, 64)):
             yield operation, f"{_name(dtype)} {heads} x {B}", [*_attention(B, heads, dtype)]

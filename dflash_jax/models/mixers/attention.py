@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.caches import KVCache
+from dflash_jax.models.projections import project_heads
 from dflash_jax.models.rope import Rope
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.spec import DecoderConfig, FullAttention, WindowAttention
 from dflash_jax.weights.formats.protocol import QuantizedRows
-from dflash_jax.weights.formats.weight import project, weight_of
+from dflash_jax.weights.formats.weight import weight_of
 from dflash_jax.weights.tables import attention_table, declare
 from pallas_kernels.lib.rotary import Rotary
 
@@ -93,9 +94,9 @@ class Attention(nn.Module):
             num_gates = self.config.num_attention_heads // self.config.num_key_value_heads
             gates = heads[..., :num_gates, :].reshape(*heads.shape[:2], -1, heads.shape[-1])
             return heads[..., num_gates:, :], gates, self._rotary(rope)
-        if "qkv_proj_bias" in self.weights:
-            return self._project("qkv_proj", x), None, self._rotary(rope)
         weight = weight_of(self.weights["qkv_proj"])
+        if "qkv_proj_bias" in self.weights or weight.needs_kernels:
+            return self._project("qkv_proj", x), None, self._rotary(rope)
         heads, scales = weight.unscaled(x, kernels=self.devices.is_single)
         return heads.reshape(*x.shape[:2], *weight.shape[:-1]), None, self._rotary(rope, scales)
 
@@ -104,7 +105,7 @@ class Attention(nn.Module):
         return self._project("kv_proj", x)
 
     def _project(self, name: str, x: Float[Array, "B T D"] | QuantizedRows) -> Float[Array, "B T K J H"]:
-        return project(x, self.weights[name], self.weights.get(f"{name}_bias"), kernels=self.devices.is_single)
+        return project_heads(x, self.weights[name], self.weights.get(f"{name}_bias"), self.devices)
 
     def _rotary(self, rope: Rope, scales: tuple[Array, Array] | None = None) -> Rotary:
         """What heads need before attention; `scales` are those of an fp8 product, for each token and each output."""

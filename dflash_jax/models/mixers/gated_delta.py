@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.caches import KVCache, RecurrentCache
+from dflash_jax.models.projections import project_heads
 from dflash_jax.models.rope import Rope
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.spec import DecoderConfig, GatedDelta
 from dflash_jax.weights.formats.protocol import QuantizedRows
-from dflash_jax.weights.formats.weight import project
 from dflash_jax.weights.tables import declare, gated_delta_table
 from pallas_kernels.gated_delta import Weights
 
@@ -53,9 +53,8 @@ class GatedDeltaNet(nn.Module):
         assert isinstance(cache, RecurrentCache)
         delta = self.mixer
         group = delta.value_heads // delta.key_heads
-        kernels = self.devices.is_single
-        channels = project(x, self.weights["in_proj"], kernels=kernels)  # [B, T, HK, c + r dv]
-        gates = project(x, self.weights["in_proj_ba"], kernels=kernels)  # [B, T, HK, 2 r]
+        channels = project_heads(x, self.weights["in_proj"], None, self.devices)  # [B, T, HK, c + r dv]
+        gates = project_heads(x, self.weights["in_proj_ba"], None, self.devices)  # [B, T, HK, 2 r]
         inputs, z = jnp.split(channels, [2 * delta.key_dim + group * delta.value_dim], axis=-1)
         b_and_a = [part.reshape(*gates.shape[:2], delta.value_heads) for part in jnp.split(gates, 2, axis=-1)]
         both = jnp.stack(b_and_a, axis=-1)

@@ -36,6 +36,11 @@ class ArrayWeight:
         """Plain weights multiply plain activations."""
         return False
 
+    @property
+    def needs_kernels(self) -> bool:
+        """XLA multiplies plain arrays well."""
+        return False
+
     def product(self, x: Rows, dtype: DTypeLike | None = None, *, kernels: bool = False) -> Float[Array, "*T O"]:
         """X @ weight.T; float32 stays float32 on every device (no TF32)."""
         return product(

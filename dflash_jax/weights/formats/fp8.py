@@ -58,6 +58,11 @@ class Quantized:
         """Inputs come quantised on one device; on several, each device quantises its own part of a row."""
         return self.is_whole
 
+    @property
+    def needs_kernels(self) -> bool:
+        """Parts of a drafter's weights are multiplied by XLA."""
+        return False
+
     def product(self, x: Rows, dtype: DTypeLike | None = None, *, kernels: bool = False) -> Float[Array, "*T O"]:
         """X @ weight.T; kernels are used whenever the weight is whole, since fp8 weights are never trained."""
         dtype = x.dtype if dtype is None else dtype

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, Int, UInt8
 
 from dflash_jax.weights.formats.protocol import Product, Rows, plain
-from pallas_kernels import gated, largest, quantized_product
+from pallas_kernels import gated, largest, quantized_product, split_quantized_product
 
 
 @jax.tree_util.register_dataclass
@@ -53,22 +53,24 @@ class Grouped:
         """Activations stay as they are: only the weight is quantised."""
         return False
 
+    @property
+    def needs_kernels(self) -> bool:
+        """XLA would write the widened weight to memory before each product."""
+        return True
+
     def product(self, x: Rows, dtype: DTypeLike | None = None, *, kernels: bool = False) -> Float[Array, "*T O"]:
         """X @ weight.T; values are widened inside of the product, and never rounded to 16 bits."""
-        x = plain(x, "a weight with scales of groups, which multiplies plain activations")
-        x = x if self.order is None else x[..., self.order]
-        values, scales, zeros = jax.tree.map(
-            lambda array: array.reshape(-1, array.shape[-1]), (self.values, self.scales, self.zeros)
-        )
-        return quantized_product(x, values, scales, zeros, dtype, implementation=None if kernels else "reference")
+        return quantized_product(*self._operands(x), dtype, implementation=None if kernels else "reference")
 
     def unscaled(self, x: Rows, *, kernels: bool) -> Product:
         """The scaled product: scales of groups do not factor out."""
         return Product(self.product(x, kernels=kernels), None)
 
     def split(self, x: Rows, *, kernels: bool) -> Product:
-        """The product in one part."""
-        return self.unscaled(x, kernels=kernels)
+        """The product, in parts where kernels split the inputs."""
+        return (
+            Product(split_quantized_product(*self._operands(x)), None) if kernels else self.unscaled(x, kernels=False)
+        )
 
     def gated(self, x: Rows, *, kernels: bool) -> Rows:
         """silu(gate) * up in x's dtype."""
@@ -92,3 +94,11 @@ class Grouped:
         zeros, order = None if self.zeros is None else spec, None if self.order is None else PartitionSpec()
         specs: dict[str, Any] = {"values": spec, "scales": spec, "zeros": zeros, "order": order}
         return replace(self, **specs)
+
+    def _operands(self, x: Rows) -> tuple[Array, Array, Array, Array | None]:
+        """The activations in the order of the columns, and the arrays of the weight as matrices."""
+        x = plain(x, "a weight with scales of groups, which multiplies plain activations")
+        values, scales, zeros = jax.tree.map(
+            lambda array: array.reshape(-1, array.shape[-1]), (self.values, self.scales, self.zeros)
+        )
+        return x if self.order is None else x[..., self.order], values, scales, zeros

@@ -80,6 +80,14 @@ class Weight(Protocol):
         """
         ...
 
+    @property
+    def needs_kernels(self) -> bool:
+        """Whether XLA multiplies it slowly: then each of several devices multiplies its part by kernels of its own.
+
+        XLA splits and overlaps products with plain arrays by itself.
+        """
+        ...
+
     def product(self, x: Rows, dtype: DTypeLike | None = None, *, kernels: bool = False) -> Float[Array, "*T O"]:
         """X @ weight.T in `dtype` (default: that of x), summed in float32.
 

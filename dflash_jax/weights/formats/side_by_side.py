@@ -48,6 +48,11 @@ class SideBySide:
         """Parts multiply plain activations."""
         return False
 
+    @property
+    def needs_kernels(self) -> bool:
+        """As soon as one part does."""
+        return any(part.needs_kernels for part in self.parts)
+
     def product(self, x: Rows, dtype: DTypeLike | None = None, *, kernels: bool = False) -> Float[Array, "*T O"]:
         """The products of the parts, side by side."""
         products = [

@@ -43,6 +43,11 @@ class Transposed:
         """Inputs are plain: CPUs have no fp8 products."""
         return False
 
+    @property
+    def needs_kernels(self) -> bool:
+        """XLA multiplies it, on CPUs."""
+        return False
+
     def product(self, x: Rows, dtype: DTypeLike | None = None, *, kernels: bool = False) -> Float[Array, "*T O"]:
         """X @ weight.T; x is rounded to the dtype of the matrix, and no kernel is needed."""
         precision = lax.Precision.HIGHEST if self.values.dtype == jnp.float32 else None

@@ -1,0 +1,139 @@
+"""``python -m pallas_kernels.quantized_product.bench``: microseconds and bytes a second of products with few bits.
+
+Each product is checked against the reference first. `--sweep` times every configuration instead of the default one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.lib import timing
+from pallas_kernels.quantized_product import reference, triton
+from pallas_kernels.quantized_product.triton import Config
+
+SHAPES = {  # [O, I] of Qwen3.6-27B
+    "gate_up": (34816, 5120),
+    "down": (5120, 17408),
+    "in_proj": (16384, 5120),
+    "qkv": (14336, 5120),
+    "out": (5120, 6144),
+    "ba": (96, 5120),
+}
+GROUP = 128
+BYTES = 1 << 30  # of different weights in a program: many times the size of L2
+KINDS = ("int4", "zeros", "fp8")
+
+
+def operands(kind: str, shape: tuple[int, int], tokens: int, seed: int) -> tuple[Any, ...]:
+    """Random tokens, numbers, scales and zero points; products have a deviation of about 1."""
+    outputs, inputs = shape
+    keys = jax.random.split(jax.random.key(seed), 4)
+    x = jax.random.normal(keys[0], (tokens, inputs), jnp.bfloat16)
+    scales = jax.random.uniform(keys[1], (outputs, inputs // GROUP), jnp.float32, 0.5, 1.5) * inputs**-0.5 / 4
+    if kind == "fp8":
+        values = (jax.random.normal(keys[2], shape, jnp.bfloat16) * 4).astype(jnp.float8_e4m3fn)
+        return x, values, scales.astype(jnp.bfloat16), None
+    values = jax.random.randint(keys[2], (outputs, inputs // 2), 0, 256, jnp.int32).astype(jnp.uint8)
+    zeros = jax.random.randint(keys[3], scales.shape, 1, 17, jnp.int32).astype(jnp.uint8) if kind == "zeros" else None
+    return x, values, scales.astype(jnp.float16), zeros
+
+
+def configs(tokens: int, inputs: int) -> Iterator[Config]:
+    """The configurations to sweep over."""
+    block = max(16, min(128, 1 << (tokens - 1).bit_length()))
+    grid = itertools.product((32, 64, 128), (2, 3, 4, 6, 8), (4, 8), (1, 2, 4, 8) if tokens <= 64 else (1,))
+    for rows, stages, warps, splits in grid:
+        if inputs // GROUP % splits == 0:
+            yield Config(rows, block, stages, warps, splits)
+
+
+def measure(kind: str, name: str, tokens: int, *, sweep: bool, bandwidth: float) -> list[dict[str, Any]]:
+    """Rows of the table, one for each configuration."""
+    shape = SHAPES[name]
+    _, *weight = jax.eval_shape(lambda: operands(kind, shape, 1, 0))
+    weight_bytes = sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(weight))
+    calls = max(2, min(16, BYTES // weight_bytes))
+    data = [operands(kind, shape, tokens, seed) for seed in range(calls)]
+    chosen = triton.default_config(data[0][0], data[0][2], may_split=True)
+    every = list(configs(tokens, shape[1])) if sweep else [chosen]
+
+    def lower(config: Config) -> Any:
+        run = functools.partial(triton.quantized_product, dtype=jnp.bfloat16, config=config)
+        return jax.jit(lambda data: [run(*one) for one in data]).lower(data)
+
+    programs = timing.compile_all({config: functools.partial(lower, config) for config in every})
+    wanted = jax.jit(functools.partial(reference.quantized_product, dtype=jnp.float32))(*data[-1])
+    rows = []
+    for config, program in programs.items():
+        try:
+            found = program(data)[-1].astype(jnp.float32)
+            seconds = timing.seconds(program, (data,), calls, budget=0.02)
+        except (RuntimeError, ValueError, TypeError) as refused:  # a configuration that this card cannot hold
+            print(f"{kind} {name} {tokens} {config}: {str(refused).splitlines()[0][:120]}", flush=True)
+            continue
+        found = found.sum(0) if found.ndim == 3 else found
+        error = float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted))
+        rows.append(
+            {
+                "kind": kind,
+                "weight": f"{name} {list(shape)}",
+                "tokens": tokens,
+                "us": round(seconds * 1e6, 1),
+                "GB/s": round(weight_bytes / seconds / 1e9),
+                "of copy": round(weight_bytes / seconds / bandwidth, 2),
+                "TFLOP/s": round(2e-12 * tokens * shape[0] * shape[1] / seconds),
+                "error": float(f"{error:.1e}"),
+                "rows tokens stages warps splits": [
+                    *(config.rows, config.tokens, config.num_stages, config.num_warps, config.splits)
+                ],
+                "default": config == chosen,
+            }
+        )
+    return sorted(rows, key=lambda row: row["us"])
+
+
+def plain(name: str, tokens: int) -> dict[str, Any]:
+    """XLA's product with the weight in bfloat16, to compare with."""
+    outputs, inputs = shape = SHAPES[name]
+    calls = max(2, min(16, BYTES // (2 * outputs * inputs)))
+    keys = jax.random.split(jax.random.key(0), 2 * calls)
+    xs = [jax.random.normal(key, (tokens, inputs), jnp.bfloat16) for key in keys[:calls]]
+    weights = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys[calls:]]
+    dimensions = (((1,), (1,)), ((), ()))
+    run: Callable[..., Any] = jax.jit(
+        lambda xs, ws: [jax.lax.dot_general(x, w, dimensions) for x, w in zip(xs, ws, strict=True)]
+    )
+    return {"weight": name, "tokens": tokens, "us": round(timing.seconds(run, (xs, weights), calls, 0.02) * 1e6, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 32])
+    parser.add_argument("--sweep", action="store_true", help="time every configuration, and print the fastest five")
+    parser.add_argument("--plain", action="store_true", help="time XLA's product in bfloat16, too")
+    parser.add_argument("--json", default="quantized_product.json", help="where the rows go")
+    args = parser.parse_args()
+    bandwidth, every = timing.copy_bandwidth(), []
+    print(f"copy {bandwidth / 1e9:.0f} GB/s", flush=True)
+    for name, tokens in itertools.product(args.shapes, args.tokens):
+        if args.plain:
+            print("bf16", *plain(name, tokens).values(), flush=True)
+        for kind in args.kinds:
+            rows = measure(kind, name, tokens, sweep=args.sweep, bandwidth=bandwidth)
+            every += rows
+            kept = [row for i, row in enumerate(rows) if i < 5 or row["default"]]
+            print("\n".join(" ".join(map(str, row.values())) for row in kept), flush=True)
+    timing.save(args.json, every, copy_gb_s=round(bandwidth / 1e9))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Products with weights in few bits: by every implementation that this machine has, and lowered for CUDA."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as Spec
+
+from pallas_kernels import _compat, quantized_product, split_quantized_product
+from pallas_kernels.quantized_product import operation_of, triton
+from pallas_kernels.quantized_product.layout import span_of_group
+from pallas_kernels.quantized_product.triton import Config
+from pallas_kernels.registry import Device
+from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, error, mesh_of
+from tests.kernels.conftest import ON_GPU
+
+O, I = 72, 512  # noqa: E741 - rows that no tile divides
+INTERPRET = not ON_GPU
+
+
+def operands(kind, group, tokens=(3,), outputs=O, inputs=I, seed=0):
+    """x, values, scales and zeros, and the weight that they stand for in float64, number by number."""
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal((*tokens, inputs)), BF16)
+    scales = jnp.asarray(rng.uniform(0.5, 2, (outputs, inputs // group)) * inputs**-0.5 / 5, jnp.float16)
+    each = np.repeat(np.asarray(scales, np.float64), group, axis=1)
+    if kind == "fp8":
+        values = jnp.asarray(rng.standard_normal((outputs, inputs)) * 3, E4M3)
+        return (x, values, scales.astype(BF16), None), np.asarray(values, np.float64) * np.repeat(
+            np.asarray(scales.astype(BF16), np.float64), group, axis=1
+        )
+    numbers = rng.integers(0, 16, (outputs, inputs), np.uint8)
+    zeros = rng.integers(0, 17, scales.shape, np.uint8) if kind == "zeros" else None
+    half = span_of_group(group) // 2
+    values = np.zeros((outputs, inputs // 2), np.uint8)
+    for column in range(inputs):
+        span, place = divmod(column, 2 * half)
+        values[:, span * half + place % half] |= numbers[:, column] << (4 * (place // half))
+    middle = 8 if zeros is None else np.repeat(zeros, group, axis=1).astype(np.float64)
+    device = None if zeros is None else jnp.asarray(zeros)
+    return (x, jnp.asarray(values), scales, device), (numbers.astype(np.float64) - middle) * each
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("kind", "group", "tokens"),
+    [("int4", 128, (1,)), ("zeros", 32, (2, 3)), ("zeros", 512, (40,)), ("fp8", 128, (5,)), ("fp8", 512, (17,))],
+)
+def test_product(implementation, kind, group, tokens):
+    (x, *weight), wide = operands(kind, group, tokens)
+    interpret = INTERPRET and implementation == "triton"
+    run = jax.jit(functools.partial(quantized_product, implementation=implementation, interpret=interpret, dtype=F32))
+    found = run(x, *weight)
+    assert (found.dtype, found.shape) == (F32, (*tokens, O))
+    assert error(found, np.asarray(x, np.float64) @ wide.T) < 2e-6  # 16-bit weights would be off by 1e-3
+
+
+@pytest.mark.parametrize("kind", ["zeros", "fp8"])
+def test_parts_sum_to_the_product(kind):
+    (x, *weight), wide = operands(kind, 64, (2, 3))
+    config = Config(rows=32, tokens=16, splits=4)
+    parts = triton.quantized_product(x, *weight, BF16, config=config, interpret=INTERPRET)
+    assert (parts.dtype, parts.shape) == (F32, (4, 2, 3, O))
+    assert error(parts.sum(0), np.asarray(x, np.float64) @ wide.T) < 2e-6
+    assert error(parts[0], np.asarray(x, np.float64)[..., :128] @ wide[:, :128].T) < 2e-6
+
+
+def test_tiles_of_many_tokens():
+    (x, *weight), wide = operands("int4", 128, (130,), inputs=256)
+    found = triton.quantized_product(x, *weight, BF16, interpret=INTERPRET)
+    assert error(found, np.asarray(x, np.float64) @ wide.T) < 5e-3
+
+
+def test_the_reference_widens_a_large_weight_in_blocks(monkeypatch):
+    from pallas_kernels.quantized_product import reference
+
+    monkeypatch.setattr(reference, "WIDENED", O * I // 5)
+    (x, *weight), wide = operands("zeros", 32)
+    assert error(quantized_product(x, *weight, F32), np.asarray(x, np.float64) @ wide.T) < 2e-6
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 32, 64, 2048])
+@pytest.mark.parametrize("kind", ["int4", "zeros", "fp8"])
+@pytest.mark.parametrize("shape", [(96, 5120), (5120, 17408)], ids=str)
+def test_it_lowers_and_is_picked(monkeypatch, kind, tokens, shape):
+    struct = jax.ShapeDtypeStruct
+    outputs, inputs = shape
+    values = struct(shape, E4M3) if kind == "fp8" else struct((outputs, inputs // 2), jnp.uint8)
+    scales = struct((outputs, inputs // 128), BF16 if kind == "fp8" else jnp.float16)
+    zeros = struct(scales.shape, jnp.uint8) if kind == "zeros" else None
+    x = struct((tokens, inputs), BF16)
+    for generation in ((8, 0), (8, 6), (8, 9), (9, 0)):
+        wanted = "reference" if kind == "fp8" and generation < (8, 9) else "triton"
+        call = (x, values, scales, zeros, BF16)
+        assert operation_of(values).choose(call, Device("cuda", generation)).name == wanted
+    monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
+    for function in (quantized_product, split_quantized_product):
+        text = cuda_lowering(lambda *args, f=function: f(*args), x, values, scales, *([zeros] if zeros else []))
+        assert "xla.gpu.triton" in text
+    parts = jax.eval_shape(split_quantized_product, x, values, scales, zeros)
+    assert (len(parts.shape) == 3) == (tokens <= 64)
+
+
+@pytest.mark.parametrize(("capability", "limit"), [((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((9, 0), 227)])
+def test_steps_in_flight_fit_into_shared_memory(monkeypatch, capability, limit):
+    """A step has a span of 128 inputs: a byte each of the weight's rows, two each of the tokens."""
+    monkeypatch.setattr(_compat, "compute_capability", lambda: capability)
+    for tokens in (1, 16, 32, 64, 65, 8192):
+        x, scales = jax.ShapeDtypeStruct((tokens, 5120), BF16), jax.ShapeDtypeStruct((5120, 40), BF16)
+        config = triton.default_config(x, scales)
+        assert config.num_stages * 128 * (config.rows + 2 * config.tokens) <= limit * 1024
+
+
+@pytest.mark.parametrize(
+    ("dtype", "group", "reason"), [(F32, 128, "takes bf16; this is float32"), (BF16, 16, "multiple of 32 inputs")]
+)
+def test_refusals(dtype, group, reason):
+    (x, *weight), _ = operands("int4", group)
+    with pytest.raises(NotImplementedError, match=reason):
+        quantized_product(x.astype(dtype), *weight, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"values": jnp.zeros((O, I), jnp.int8)}, {"scales": jnp.ones((O, 3))}, {"zeros": jnp.zeros((O, 4))}],
+    ids=["values", "scales", "zeros"],
+)
+def test_what_does_not_fit_is_said(change):
+    (x, values, scales, zeros), _ = operands("zeros", 128)
+    arguments = {"values": values, "scales": scales, "zeros": zeros} | change
+    with pytest.raises(ValueError, match="must"):
+        quantized_product(x, **arguments)
+
+
+def test_sharded_lowering_knows_what_varies():
+    (x, values, scales, zeros), _ = operands("zeros", 128)
+    mesh, rows = mesh_of(4), Spec("tp")
+    run = functools.partial(quantized_product, implementation="triton")
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=(Spec(), rows, rows, rows), out_specs=Spec(None, "tp"))
+    assert (
+        "xla.gpu.triton"
+        in jax.jit(sharded).trace(x, values, scales, zeros).lower(lowering_platforms=("cuda",)).as_text()
+    )
