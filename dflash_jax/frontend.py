@@ -23,7 +23,7 @@ from dflash_jax.options import EngineArgs, EngineConfig
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.parallel.platform import enable_compilation_cache
 from dflash_jax.spec import DraftConfig, Fields, TargetConfig, read_json, target_config
-from dflash_jax.spec.quantization import check_method
+from dflash_jax.spec.quantization import quantizes
 from dflash_jax.text.renderer import Renderer
 from dflash_jax.text.tokenizer import Tokenizer
 from dflash_jax.weights.drafter import read_draft_config
@@ -106,14 +106,14 @@ def load(
         raise ConfigError(f"seed={args.seed!r} must be an integer.")
     folder, draft_folder = resolve_folders(model, draft_model)
     target, draft = _read_configs(folder, draft_folder)
-    check_method(args.quantization, target.quantization, str(folder))
+    quantize = quantizes(args.quantization, target.quantization, str(folder))
     claim_device_memory()
     enable_compilation_cache()
     config = EngineConfig.of(args, target, draft, on_cpu=jax.default_backend() == "cpu")
     frontend = Frontend(folder, target, config, seed=args.seed)
     mesh = Mesh.of(config.tensor_parallel_size)
     if target_params is None:
-        loaded = _load(folder, target, config, mesh)
+        loaded = _load(folder, target, config, mesh, quantize=quantize)
     else:
         loaded = Model(target, dict(target_params), load_kv_scales(folder, target))
     return frontend, Engine(
@@ -125,7 +125,13 @@ def load(
 
 
 def _load(
-    folder: Path, model: TargetConfig | DraftConfig, config: EngineConfig, mesh: Mesh, *, is_final: bool = True
+    folder: Path,
+    model: TargetConfig | DraftConfig,
+    config: EngineConfig,
+    mesh: Mesh,
+    *,
+    is_final: bool = True,
+    quantize: bool = False,
 ) -> Model:
     """Load a model from its folder.
 
@@ -136,12 +142,13 @@ def _load(
         model: its configuration.
         config: dtype of the parameters.
         mesh: devices to load to.
+        quantize: whether to round its matrices to fp8.
         is_final: whether to bring the parameters into the layout that steps use; False keeps that of the file.
     """
     kv_scales = load_kv_scales(folder, model)
     transpose = is_final and mesh.size == 1 and not mesh.is_accelerator
     with explain_out_of_memory():
-        params = load_params(folder, model, config.dtype, mesh.place, transpose=transpose)
+        params = load_params(folder, model, config.dtype, mesh.place, transpose=transpose, quantize=quantize)
         return Model(model, jax.block_until_ready(params), kv_scales)
 
 

@@ -94,7 +94,7 @@ def test_a_made_up_format_serves_a_target(tmp_path, monkeypatch, devices):
     folders = write_model(tmp_path / "target", TARGET | sizes, 0), write_model(tmp_path / "draft", DRAFT | sizes, 1)
 
     def load(convert):
-        def load_converted(folder, config, dtype, place, *, transpose):
+        def load_converted(folder, config, dtype, place, *, transpose, quantize):
             params = load_params(folder, config, dtype, place)
             return jax.tree_util.tree_map_with_path(convert, params) if folder == folders[0] else params
 

@@ -32,7 +32,7 @@ class EngineArgs:
         None,
         Choice(tuple(METHOD_OF), or_none=True),
         "what the checkpoint's matrices are, by vLLM's and SGLang's names; its config.json says so anyway, and another "
-        "one is an error",
+        "one is an error, but fp8 rounds those of a checkpoint that is not quantised",
         unset="none: what the checkpoint says",
         server_group=ENGINE,
         server_names=("--quantization", "-q"),

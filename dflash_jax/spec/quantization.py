@@ -76,8 +76,8 @@ def quantization(fields: Fields) -> Quantization | None:
     )
 
 
-def check_method(asked: str | None, found: Quantization | None, where: str) -> None:
-    """Compare the option `quantization` with a checkpoint.
+def quantizes(asked: str | None, found: Quantization | None, where: str) -> bool:
+    """Whether the option `quantization` asks to quantise a checkpoint at load, which fp8 does where it is not yet.
 
     Args:
         asked: the option; None asks for nothing.
@@ -88,16 +88,19 @@ def check_method(asked: str | None, found: Quantization | None, where: str) -> N
         ConfigError: they differ.
     """
     if asked is None:
-        return
+        return False
+    if found is None and asked == "fp8":
+        return True
     if found is None:
         raise ConfigError(
-            f"quantization={asked!r}, but {where} has no quantization_config, and checkpoints are served as they are; "
-            "leave it out, or give a quantised checkpoint."
+            f"quantization={asked!r}, but {where} has no quantization_config; leave it out, give a checkpoint that is "
+            "quantised so, or quantise at load with 'fp8'."
         )
     if METHOD_OF[asked] != METHOD_OF.get(str(found.method), found.method):
         raise ConfigError(
             f"quantization={asked!r}, but {where} has quant_method {found.method!r}; leave it out, or give that."
         )
+    return False
 
 
 def block_structure(config: Fields) -> Any:

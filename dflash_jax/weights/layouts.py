@@ -23,6 +23,7 @@ from dflash_jax.weights.safetensors import TensorInfo
 
 E4M3 = np.dtype(jnp.float8_e4m3fn)
 INT32 = np.dtype(np.int32)
+ROUNDED_GROUP = 128  # inputs that share a scale where matrices are quantised at load
 MIDDLE = 8  # the zero point of symmetric 4-bit numbers
 SCALE_SUFFIXES = ("_scale", "_scale_inv")  # the second is DeepSeek's and Qwen's name of a factor, not of its inverse
 
@@ -158,6 +159,18 @@ def fp8(weight: TensorInfo, scale: TensorInfo, shape: tuple[int, int], block: tu
         return _evened(Matrix(weight.load(), scales, None, None), group)
 
     return Stored({"weight": weight, "scale": scale}, shape, (), load)
+
+
+def rounded(weight: Float[np.ndarray, "O I"]) -> Matrix:
+    """A matrix that is not quantised, rounded to e4m3 with a float32 scale for each row's groups of 128 inputs.
+
+    The largest number of a group becomes the largest e4m3 number. Fewer inputs are a group where 128 divides them not.
+    """
+    group = math.gcd(weight.shape[1], ROUNDED_GROUP)
+    groups = weight.astype(np.float32).reshape(len(weight), -1, group)
+    largest = np.abs(groups).max(axis=2)
+    scales = np.maximum(largest / np.float32(jnp.finfo(E4M3).max), np.finfo(np.float32).tiny)  # for groups of zeros
+    return Matrix((groups / scales[..., None]).astype(E4M3).reshape(weight.shape), scales, None, None)
 
 
 def row_scales(
