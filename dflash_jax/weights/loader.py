@@ -150,7 +150,7 @@ def load_params(
 
     def read(parameter: Parameter) -> jax.Array | Weight:
         matrices = {name: quantized[name].load() for name in parameter.parts if name in quantized}
-        if quantize and parameter.path[-1] in PROJECTIONS and parameter.path[-1] != "in_proj_ba":
+        if quantize and parameter.is_projection and parameter.path[-1] != "in_proj_ba":
             wide = {name: _read(tensors, name, config) for name in parameter.parts if name not in quantized}
             matrices |= {name: rounded(tensor) for name, tensor in wide.items()}
         pieces = uniform(parameter, matrices)
