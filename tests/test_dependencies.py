@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = {"dflash_jax", "pallas_kernels", "tests", "scripts"} | {file.stem for file in ROOT.glob("scripts/*.py")}
-PARITY = {"torch"}  # the CPU build exists for Python 3.11 only, and is not installed for the suite
+# What reference vectors are made with: torch, whose CPU build exists for Python 3.11 only, and packers of checkpoints.
+# None of it is installed for the suite.
+PARITY = {"torch", "auto_round", "auto_round_extension", "compressed_tensors"}
 NOT_IMPORTED = {"absl-py", "jinja2"}  # other packages import them without declaring them
 NOT_IMPORTED_BY_TESTS = {"beartype", "ipykernel", "mypy", "pytest-xdist", "ruff", "types-pyyaml"}
 PRIVATE = {"jax", "jaxlib", "uvicorn"}  # packages of which private names are used
