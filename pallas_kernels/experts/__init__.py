@@ -54,8 +54,8 @@ def experts(
       down: of each expert; dtype like x.
       chosen: experts of each token, int32, none twice; a number outside 0..X-1 skips the pair, as for padding.
       weights: of these experts, float32; those of skipped pairs are not used.
-      implementation: ``"mosaic"``, for up to 32 tokens and for many, ``"triton"`` or ``"reference"``; None picks Triton
-        on NVIDIA GPUs from sm_80 on. Only the reference can be differentiated.
+      implementation: ``"mosaic"``, picked on Hopper from 256 pairs an expert on, ``"triton"``, picked on NVIDIA GPUs
+        from sm_80 on, or ``"reference"``; None picks the fastest. Only the reference can be differentiated.
       interpret: run the Triton kernels in Pallas' interpreter, on any backend (tests).
 
     Returns:

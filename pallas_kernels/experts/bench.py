@@ -21,7 +21,6 @@ from pallas_kernels.experts import Implementation, experts, mosaic, triton
 from pallas_kernels.experts.config import MANY_ROWS, Config, Tile, default_config, fitted
 from pallas_kernels.experts.sort import MOST_ROWS
 from pallas_kernels.lib import timing
-from pallas_kernels.lib.products import STEP
 
 MODELS = {"35b": (256, 512, 2048), "122b": (256, 1024, 3072), "122b-tp4": (256, 256, 3072)}  # X, M, D
 CHOSEN = 8
@@ -150,7 +149,7 @@ def one_step(step: str, config: Config) -> Run:
 def variants(tokens: int, model: str, args: argparse.Namespace) -> Iterator[tuple[str, str, Run]]:
     """What is timed for a number of tokens: the step, the configuration in words, the function."""
     X, M, D = MODELS[model]
-    default = default_config(tokens, CHOSEN, X, M)
+    default = default_config(tokens, CHOSEN, X, M, D)
     for implementation in args.implementations:
         yield "experts", implementation, whole(implementation)
     if not args.tune:
@@ -162,24 +161,19 @@ def variants(tokens: int, model: str, args: argparse.Namespace) -> Iterator[tupl
                 yield step, f"{rows}: {'x'.join(map(str, words))}", one_step(step, config)
     if tokens > 16:
         yield "sort", "", one_step("sort", default)
-    if "mosaic" in args.implementations and (mosaic.is_few(tokens, CHOSEN * tokens) or default.tokens == MOST_ROWS):
-        for tiles in mosaic_tiles(tokens, M, D):
+    if "mosaic" in args.implementations and default.tokens == MOST_ROWS:
+        for tiles in mosaic_tiles(M, D):
             cut = " ".join(f"{tile.rows}x{tile.columns}x{tile.step}" for tile in tiles)
             yield "experts", f"mosaic {cut}", whole_mosaic(tiles)
 
 
-def mosaic_tiles(tokens: int, width: int, inputs: int) -> Iterator[mosaic.Config]:
+def mosaic_tiles(width: int, inputs: int) -> Iterator[mosaic.Config]:
     """The default tiles with another one in the place of each."""
-    default = mosaic.default_config(tokens, CHOSEN, width, inputs)
-    few = mosaic.is_few(tokens, tokens * CHOSEN)
-    for step in (STEP, 2 * STEP) if few else (STEP,):
-        for units in (32, 64, 128) if few else (64, 96, 128):
-            if inputs * 2 % step == 0:
-                yield default._replace(gate_up=mosaic.gate_up_tile(default.gate_up.rows, units, step))
-        for columns in (64, 128, 256) if few else (128, 192, 256):
-            if width * 2 % step == 0:
-                tile = mosaic.down_tile(default.down.rows, columns, 4 if few else 2, step)
-                yield default._replace(down=tile)
+    default = mosaic.default_config(width, inputs)
+    for units in (64, 96, 128):
+        yield default._replace(gate_up=mosaic.gate_up_tile(units))
+    for columns in (128, 192, 256):
+        yield default._replace(down=mosaic.down_tile(columns))
 
 
 def kernels(compiled: Any) -> int:

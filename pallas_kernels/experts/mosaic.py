@@ -1,7 +1,7 @@
 """The routed experts on Hopper (see ``lib.products``): tiles of all experts' products, one after the other on each CTA.
 
-Tokens are the rows of a tile, rows of one expert's weight its columns. Few tokens fill a part of the 64 rows of a
-wgmma, and the rest is computed of what lies there, and dropped: the tensor cores have time, since weights come slowly.
+Tokens are the rows of a tile, rows of one expert's weight its columns. It is for many tokens: for few, tiles with all
+tokens as rows of each touched expert took 2 to 17 % longer than the Triton kernels (BENCH.md), and are gone.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
 from pallas_kernels.experts import mosaic_rows
-from pallas_kernels.experts.mosaic_rows import MOST_FEW_PAIRS, Grouped
-from pallas_kernels.experts.sort import MOST_ROWS, rows_of
+from pallas_kernels.experts.mosaic_rows import Grouped
+from pallas_kernels.experts.sort import MOST_ROWS
 from pallas_kernels.lib import products
 from pallas_kernels.lib.measured import tokens_of
 from pallas_kernels.lib.products import STEP, Plan, Tile
 from pallas_kernels.lib.shared_memory import tiled
 
 WIDTH = STEP // 2  # inputs and outputs come in multiples of it: 16-bit numbers of one step
-MOST_FEW = 32  # tokens of which each block has all; results that nobody needs are a few hundredths of the bytes
 ROWS = 64  # of a consumer: those of a wgmma
+PAIRS_AN_EXPERT = 256  # from so many on it was measured: 5 to 10 % faster than the Triton kernels
 
 
 class Config(NamedTuple):
@@ -39,56 +39,43 @@ class Config(NamedTuple):
 def refusal(x: Any, gate_up: Any, down: Any, chosen: Any) -> str | None:
     """Why the Mosaic backend cannot do this call, or None."""
     del down
-    X, _, M, D = gate_up.shape
+    _, _, M, D = gate_up.shape
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"The Mosaic experts take bf16 and f16; these are {x.dtype}."
     if M % WIDTH or D % WIDTH:
         return f"The Mosaic experts need widths that {WIDTH} divides; these are {D} (of tokens) and {M} (of experts)."
-    tokens = tokens_of(x)
-    if not is_few(tokens, chosen.size) and rows_of(chosen.size, X, 1) < MOST_ROWS:
-        return (
-            f"The Mosaic experts take up to {MOST_FEW} tokens and {MOST_FEW_PAIRS} pairs, or more than "
-            f"{MOST_ROWS // 2} pairs an expert; these are {tokens} tokens, {chosen.size} pairs and {X} experts."
-        )
     return None
 
 
 def slower(x: Any, gate_up: Any, down: Any, chosen: Any) -> str | None:
-    """Why the Triton kernels are preferred."""
-    del x, gate_up, down, chosen
-    return "It was not measured yet."
+    """Why the Triton kernels are measured faster (BENCH.md), or None; `refusal` may object all the same."""
+    del x, down
+    mean = chosen.size // gate_up.shape[0]
+    if mean < PAIRS_AN_EXPERT:
+        return f"It was measured faster from {PAIRS_AN_EXPERT} pairs an expert on; these are {mean}."
+    return None
 
 
-def is_few(tokens: int, pairs: int) -> bool:
-    """Whether all tokens are rows of each block."""
-    return tokens <= MOST_FEW and pairs <= MOST_FEW_PAIRS
-
-
-def default_config(tokens: int, k: int, width: int, inputs: int) -> Config:
+def default_config(width: int, inputs: int) -> Config:
     """The tiles of a call.
 
     Args:
-      tokens: T.
-      k: experts of each token.
       width: M, of an expert.
       inputs: D, of a token.
     """
-    if is_few(tokens, tokens * k):
-        steps = [2 * STEP if size % (2 * WIDTH) == 0 else STEP for size in (inputs, width)]
-        return Config(gate_up_tile(ROWS, 32, steps[0]), down_tile(ROWS, 64, 4, steps[1]))
     units = next(n for n in (128, 64) if width % n == 0)
     columns = next(n for n in (256, 192, 128, 64) if inputs % n == 0)
-    return Config(gate_up_tile(MOST_ROWS, units), down_tile(MOST_ROWS, columns, 2))
+    return Config(gate_up_tile(units), down_tile(columns))
 
 
-def gate_up_tile(rows: int, units: int, step: int = STEP) -> Tile:
+def gate_up_tile(units: int) -> Tile:
     """A tile of the first product, with so many hidden units."""
-    return Tile(rows, 2 * units, 2 * rows * units, consumers=rows // ROWS, step=step)
+    return Tile(MOST_ROWS, 2 * units, 2 * MOST_ROWS * units, consumers=MOST_ROWS // ROWS)
 
 
-def down_tile(rows: int, columns: int, itemsize: int, step: int = STEP) -> Tile:
-    """A tile of the second product; ``itemsize`` bytes are a result's."""
-    return Tile(rows, columns, itemsize * rows * columns, consumers=rows // ROWS, step=step)
+def down_tile(columns: int) -> Tile:
+    """A tile of the second product."""
+    return Tile(MOST_ROWS, columns, 2 * MOST_ROWS * columns, consumers=MOST_ROWS // ROWS)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -107,30 +94,26 @@ def experts(
     (X, _, M, D), k, tokens = gate_up.shape, chosen.shape[-1], tokens_of(x)
     if tokens * k == 0:
         return jnp.zeros_like(x)
-    config = config or default_config(tokens, k, M, D)
+    config = config or default_config(M, D)
     operands = (x.reshape(-1, D), gate_up, down, chosen.reshape(-1, k), weights.reshape(-1, k))
     x_rows, gate_up, down, chosen, scales = _compat.vary_alike(*operands)
-    few = is_few(tokens, tokens * k)
-    grouped = (mosaic_rows.few if few else mosaic_rows.many)(x_rows, chosen, X)
-    hidden = gate_up_product(grouped, gate_up, config.gate_up, is_shared=few)
-    parts = down_product(hidden, grouped, down, config.down, jnp.float32 if few else x.dtype)
+    grouped = mosaic_rows.group(x_rows, chosen, X)
+    hidden = gate_up_product(grouped, gate_up, config.gate_up)
+    parts = down_product(hidden, grouped, down, config.down)
     return mosaic_rows.summed(parts, grouped.place, chosen, scales, X).astype(x.dtype).reshape(x.shape)
 
 
-def gate_up_product(
-    grouped: Grouped, weight: Float[Array, "X 2 M D"], tile: Tile, *, is_shared: bool
-) -> Float[Array, "R M"]:
-    """Hidden units of the rows of all blocks; ``is_shared`` says that all blocks have all rows of x."""
+def gate_up_product(grouped: Grouped, weight: Float[Array, "X 2 M D"], tile: Tile) -> Float[Array, "R M"]:
+    """Hidden units of the rows of all blocks."""
     _, _, M, D = weight.shape
-    x, blocks = grouped.x, len(grouped.expert)
-    rows, units = len(x) if is_shared else len(x) // blocks, tile.columns // 2
+    x, blocks, units = grouped.x, len(grouped.expert), tile.columns // 2
     plan = Plan(tile, blocks, pl.cdiv(M, units), D // tile.depth(x.dtype))
 
     def experts_gate_up_kernel(*refs: Any, **scratch: Any) -> None:
-        _gate_up(*refs, plan=plan, rows=rows, is_shared=is_shared, **scratch)
+        _gate_up(*refs, plan=plan, **scratch)
 
     scratch = products.ring(plan, x.dtype) | {"out_s": tiled((tile.consumers, ROWS, units), x.dtype, row=M)}
-    output = _compat.out_like((blocks * rows, M), x.dtype, x)
+    output = _compat.out_like((len(x), M), x.dtype, x)
     operands = x, weight, grouped.expert, grouped.used
     (hidden,) = products.launch(experts_gate_up_kernel, plan, [output], scratch, copies=2)(*operands)
     (hidden, *_) = _compat.vary_alike(hidden, *operands)  # Mosaic does not mark its outputs as varying
@@ -138,17 +121,17 @@ def gate_up_product(
 
 
 def down_product(
-    hidden: Float[Array, "R M"], grouped: Grouped, weight: Float[Array, "X D M"], tile: Tile, dtype: Any
+    hidden: Float[Array, "R M"], grouped: Grouped, weight: Float[Array, "X D M"], tile: Tile
 ) -> Float[Array, "R D"]:
     """Outputs of the rows of all blocks, not weighted yet."""
     _, D, M = weight.shape
-    blocks = len(grouped.expert)
-    plan = Plan(tile, blocks, pl.cdiv(D, tile.columns), M // tile.depth(hidden.dtype))
+    dtype = hidden.dtype
+    plan = Plan(tile, len(grouped.expert), pl.cdiv(D, tile.columns), M // tile.depth(dtype))
 
     def experts_down_kernel(*refs: Any, **scratch: Any) -> None:
-        _down(*refs, plan=plan, rows=len(hidden) // blocks, **scratch)
+        _down(*refs, plan=plan, **scratch)
 
-    scratch = products.ring(plan, hidden.dtype) | {"out_s": tiled((tile.consumers, ROWS, tile.columns), dtype, row=D)}
+    scratch = products.ring(plan, dtype) | {"out_s": tiled((tile.consumers, ROWS, tile.columns), dtype, row=D)}
     output = _compat.out_like((len(hidden), D), dtype, hidden)
     operands = hidden, weight, grouped.expert, grouped.used
     (parts,) = products.launch(experts_down_kernel, plan, [output], scratch, copies=1)(*operands)
@@ -156,18 +139,16 @@ def down_product(
     return parts
 
 
-def _gate_up(
-    x: Any, weight: Any, expert_of: Any, count: Any, hidden: Any, *, plan: Plan, rows: int, is_shared: bool, **s: Any
-) -> None:
+def _gate_up(x: Any, weight: Any, expert_of: Any, count: Any, hidden: Any, *, plan: Plan, **s: Any) -> None:
     """The body of one CTA; ``s`` is its scratch."""
     units = plan.tile.columns // 2
 
     def fetch(i: Any, block: Any, piece: Any) -> products.Copy:
         del i
-        expert, tokens = _expert(expert_of, block, weight), pl.ds(0 if is_shared else block * rows, rows)
+        expert, tokens = _expert(expert_of, block, weight), pl.ds(block * MOST_ROWS, MOST_ROWS)
 
         def copy(inputs: Any, x_s: Any, weight_s: Any, barrier: Any) -> None:
-            plgpu.copy_gmem_to_smem(x.at[tokens, inputs], x_s.at[pl.ds(0, rows)], barrier)
+            plgpu.copy_gmem_to_smem(x.at[tokens, inputs], x_s, barrier)
             for half in range(2):
                 source = weight.at[expert, half, pl.ds(piece * units, units), inputs]
                 plgpu.copy_gmem_to_smem(source, weight_s.at[pl.ds(half * units, units)], barrier)
@@ -179,28 +160,28 @@ def _gate_up(
         del i
         rounded = gate_up.astype(hidden.dtype)
         gate, up = (rounded[:, half * units :][:, :units].astype(jnp.float32) for half in range(2))
-        _write((gate / (1 + jnp.exp(-gate)) * up).astype(hidden.dtype), hidden, (block, piece, me), rows, s)
+        _write((gate / (1 + jnp.exp(-gate)) * up).astype(hidden.dtype), hidden, (block, piece, me), s)
 
     products.multiply(plan, fetch, finish, s, count[0] * plan.tile.rows)
 
 
-def _down(hidden: Any, weight: Any, expert_of: Any, count: Any, parts: Any, *, plan: Plan, rows: int, **s: Any) -> None:
+def _down(hidden: Any, weight: Any, expert_of: Any, count: Any, parts: Any, *, plan: Plan, **s: Any) -> None:
     """The body of one CTA; ``s`` is its scratch."""
     columns = plan.tile.columns
 
     def fetch(i: Any, block: Any, piece: Any) -> products.Copy:
         del i
-        expert, tokens = _expert(expert_of, block, weight), pl.ds(block * rows, rows)
+        expert, tokens = _expert(expert_of, block, weight), pl.ds(block * MOST_ROWS, MOST_ROWS)
 
         def copy(inputs: Any, x_s: Any, weight_s: Any, barrier: Any) -> None:
-            plgpu.copy_gmem_to_smem(hidden.at[tokens, inputs], x_s.at[pl.ds(0, rows)], barrier)
+            plgpu.copy_gmem_to_smem(hidden.at[tokens, inputs], x_s, barrier)
             plgpu.copy_gmem_to_smem(weight.at[expert, pl.ds(piece * columns, columns), inputs], weight_s, barrier)
 
         return copy
 
     def finish(values: jax.Array, i: Any, block: Any, piece: Any, me: Any) -> None:
         del i
-        _write(values.astype(parts.dtype), parts, (block, piece, me), rows, s)
+        _write(values.astype(parts.dtype), parts, (block, piece, me), s)
 
     products.multiply(plan, fetch, finish, s, count[0] * plan.tile.rows)
 
@@ -210,12 +191,12 @@ def _expert(expert_of: Any, block: Any, weight: Any) -> Any:
     return jnp.clip(expert_of[block], 0, weight.shape[0] - 1)
 
 
-def _write(values: jax.Array, out: Any, at: tuple[Any, Any, Any], rows: int, s: dict[str, Any]) -> None:
-    """Leave a consumer's values of a tile to TMA; of few rows those that exist."""
+def _write(values: jax.Array, out: Any, at: tuple[Any, Any, Any], s: dict[str, Any]) -> None:
+    """Leave a consumer's values of a tile to TMA."""
     block, piece, me = at
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # until the tile before has left ``out_s``
     s["out_s"].at[me][...] = values
     plgpu.commit_smem()
-    kept, columns = min(rows, ROWS), values.shape[1]
-    target = out.at[pl.ds(block * rows + me * ROWS, kept), pl.ds(piece * columns, columns)]
-    plgpu.copy_smem_to_gmem(s["out_s"].at[me, pl.ds(0, kept)], target)
+    columns = values.shape[1]
+    target = out.at[pl.ds(block * MOST_ROWS + me * ROWS, ROWS), pl.ds(piece * columns, columns)]
+    plgpu.copy_smem_to_gmem(s["out_s"].at[me], target)

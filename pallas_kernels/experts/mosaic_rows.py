@@ -1,7 +1,7 @@
 """What the Mosaic kernels need to know of the routing, by small kernels on Pallas' Triton backend.
 
-TMA copies no scattered rows, and CTAs that go from block to block by themselves need blocks without gaps. For few
-tokens each expert that is touched is a block, and its rows are all tokens; for many, rows are copied by expert.
+TMA copies no scattered rows, so they are copied by expert first; CTAs that go from block to block by themselves need
+blocks without gaps.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import _compat
 from pallas_kernels.experts.sort import MOST_ROWS, block_count
 from pallas_kernels.experts.triton_sort import sort
-from pallas_kernels.lib.products import ALIGNED
 
-MOST_FEW_PAIRS = 256  # that a program compares with each other
 _COLUMNS = 64  # that a program copies at a time
 _PART = 256  # that it copies in all
 
@@ -30,7 +28,7 @@ class Grouped(NamedTuple):
     """Rows by expert.
 
     Attributes:
-        x: rows of the blocks, one after the other; or of all blocks alike.
+        x: rows of the blocks, one after the other.
         expert: of each block; one out of range is of a skipped pair, so that any expert will do.
         used: number of blocks, [1]; what lies behind them means nothing.
         place: row of each pair [T, k] among those of all blocks; anything for a skipped pair.
@@ -42,50 +40,8 @@ class Grouped(NamedTuple):
     place: Int[Array, "T k"]
 
 
-def few(x: Float[Array, "T D"], chosen: Int[Array, "T k"], experts: int, *, interpret: bool = False) -> Grouped:
-    """Group few tokens: all of them are the rows of each block.
-
-    The experts of a single token differ, so they are the blocks as they stand, those out of range included.
-    """
-    (tokens, k), pairs = chosen.shape, chosen.size
-    rows = tokens + -tokens % ALIGNED
-    padded = jnp.pad(x, ((0, rows - tokens), (0, 0)))
-    if tokens == 1:
-        place = rows * jnp.arange(k, dtype=jnp.int32)[None]
-        return Grouped(padded, chosen[0], *_compat.vary_alike(jnp.full(1, k, jnp.int32), place, chosen)[:2])
-    size = pl.next_power_of_2(pairs)
-    outputs = _compat.triton_call(
-        functools.partial(_touch, k=k, experts=experts, rows=rows, size=size),
-        grid=(1,),
-        out_shape=[_compat.out_like((length,), jnp.int32, chosen) for length in (pairs, 1, pairs)],
-        num_warps=min(32, max(4, size * size // 2048)),
-        num_stages=1,
-        interpret=interpret,
-        name="experts_touched",
-    )(chosen.reshape(-1))
-    expert, used, place = outputs
-    return Grouped(padded, expert, used, place.reshape(tokens, k))
-
-
-def _touch(chosen: Any, expert: Any, count: Any, place: Any, *, k: int, experts: int, rows: int, size: int) -> None:
-    """The one program: list experts in the order of the pairs that are the first to choose them."""
-    pair = jnp.arange(size, dtype=jnp.int32)
-    exists = pair < chosen.shape[0]
-    ids = pltriton.load(chosen.at[pair], mask=exists, other=-1)
-    is_pair = (ids >= 0) & (ids < experts)
-    is_same = (ids[:, None] == ids[None, :]) & is_pair[:, None]
-    is_after = is_same & (pair[None, :] < pair[:, None])
-    is_first = (is_pair & (jnp.sum(is_after.astype(jnp.int32), axis=1) == 0)).astype(jnp.int32)
-    block = jnp.cumsum(is_first) - is_first
-    target = jnp.where(is_first > 0, block, expert.shape[0])  # the interpreter drops what is out of range
-    pltriton.store(expert.at[target], ids, mask=is_first > 0)
-    count[0] = jnp.sum(is_first)
-    block_of = jnp.sum(jnp.where(is_same, (is_first * block)[None, :], 0), axis=1)
-    pltriton.store(place.at[pair], block_of * rows + pair // k, mask=exists)
-
-
-def many(x: Float[Array, "T D"], chosen: Int[Array, "T k"], experts: int, *, interpret: bool = False) -> Grouped:
-    """Group many tokens: copy their rows, 128 a block."""
+def group(x: Float[Array, "T D"], chosen: Int[Array, "T k"], experts: int, *, interpret: bool = False) -> Grouped:
+    """Copy rows by expert, 128 a block."""
     (tokens, k), pairs, width = chosen.shape, chosen.size, x.shape[1]
     rows, blocks = MOST_ROWS, block_count(chosen.size, experts, MOST_ROWS)
     blocks_of = sort(chosen, experts, rows, interpret=interpret)

@@ -85,7 +85,7 @@ def experts(
     tokens = tokens_of(x)
     if tokens * k == 0:
         return jnp.zeros_like(x)
-    config = fitted(config or default_config(tokens, k, X, M), M, D)
+    config = fitted(config or default_config(tokens, k, X, M, D), M, D)
     operands = (x.reshape(-1, D), gate_up, down, chosen.reshape(-1, k), weights.reshape(-1, k))
     x_rows, gate_up, down, chosen, scales = _compat.vary_alike(*operands)
     work = plan(chosen, X, config, interpret=interpret)

@@ -172,7 +172,7 @@ def test_lowers(monkeypatch, capability, tokens):
     for X, M, D in (QWEN35_35B, QWEN35_122B, (256, 128, 3072)):  # the last is a shard of one
         text = cuda_lowering(lambda *a: experts(*a, implementation="triton"), *shapes(tokens, X, M, D))  # traced anew
         assert text.count("xla.gpu.triton") == (2 if tokens <= 16 else 3)
-        config = fitted(default_config(tokens, 8, X, M), M, D)
+        config = fitted(default_config(tokens, 8, X, M, D), M, D)
         for tile, parts in ((config.gate_up, 2), (config.down, 1)):
             ring = tile.num_stages * 2 * tile.depth * (parts * tile.rows + config.tokens)
             assert tile.num_stages > 1
