@@ -21,6 +21,7 @@ from dflash_jax.options.dtypes import DRAFT_QUANTIZATIONS, DTYPES, KV_CACHE_DTYP
 from dflash_jax.spec import (
     DecoderConfig,
     DraftConfig,
+    Experts,
     GatedDelta,
     LayerMask,
     TargetConfig,
@@ -32,6 +33,7 @@ from dflash_jax.weights.drafter import read_draft_config
 from dflash_jax.weights.folder import resolve_folders
 from dflash_jax.weights.tables import sizes
 from pallas_kernels.add_norm import ADD_NORM
+from pallas_kernels.experts import EXPERTS
 from pallas_kernels.gated_delta import FOLD, PREFILL, VERIFY, Kept, Weights
 from pallas_kernels.largest_product import LARGEST_PRODUCT
 from pallas_kernels.lib.timing import table
@@ -94,25 +96,44 @@ class Step:
             inputs = {"input of fc": features, "input of projections": D, "input of o_proj": N * H}
             yield from (Call(QUANTIZE_ROWS, name, (width,)) for name, width in inputs.items())
             yield self._product("fc", D, features)
-            yield Call(QUANTIZE_GATED, "hidden units", (F,))
-            projections = {"qkv_proj": (N + 2 * K) * H, "gate_up_proj": 2 * F}
+            projections = {"qkv_proj": (N + 2 * K) * H}
             projections["context_kv_proj"] = self.model.num_hidden_layers * 2 * K * H
         else:
             fused = {"qkv_proj": (N + 2 * K + (N if self.model.has_gated_attention else 0)) * H}
             projections = {"q_proj": N * H, "kv_proj": 2 * K * H} if self.is_draft else fused
-            gate_up = Struct((letters["E"], 2, letters["I"], D), self.dtype)
-            if self.bits is None:
-                yield Call(SWIGLU, f"gate_up_proj {_text(gate_up)}", (self._rows(D), gate_up))
-            else:
-                projections["gate_up_proj"] = 2 * F
         for name, outputs in projections.items():
             yield self._product(name, outputs, D)
         yield self._product("o_proj", D, N * H)
-        yield self._product("down_proj", D, F)
+        if F:
+            yield from self._mlp("", letters["E"], letters["I"], D)
+        if self.model.experts is not None:
+            yield from self._experts(self.model.experts, D)
         yield from self._attentions(N, K, H)
         if self.model.gated_delta is not None:
             yield from self._gated_delta(self.model.gated_delta, D)
         yield self._head(D)
+
+    def _mlp(self, of: str, parts: int, width: int, D: int) -> Iterator[Call]:
+        """A dense MLP of `parts` parts of its width, or the shared expert."""
+        F = parts * width
+        if self.is_quantized:
+            yield Call(QUANTIZE_GATED, "hidden units", (F,))
+        if self.is_quantized or self.bits is not None:
+            yield self._product(f"{of}gate_up_proj", 2 * F, D)
+        else:
+            gate_up = Struct((parts, 2, width, D), self.dtype)
+            yield Call(SWIGLU, f"{of}gate_up_proj {_text(gate_up)}", (self._rows(D), gate_up))
+        yield self._product(f"{of}down_proj", D, F)
+
+    def _experts(self, experts: Experts, D: int) -> Iterator[Call]:
+        letters, X, M = sizes(self.model), experts.count, experts.width
+        yield self._product("gate", X, D)
+        gate_up, down = Struct((X, 2, M, D), self.dtype), Struct((X, D, M), self.dtype)
+        chosen = Struct((self.batch, self.tokens, experts.per_token), jnp.int32)
+        label = f"{experts.per_token} of experts {_text(gate_up)}"
+        yield Call(EXPERTS, label, (self._rows(D), gate_up, down, chosen))
+        if experts.shared_width is not None:
+            yield from self._mlp("shared_expert.", letters["SE"], letters["SI"], D)
 
     def _attentions(self, N: int, K: int, H: int) -> Iterator[Call]:
         pages = -(-self.context // self.page_size)

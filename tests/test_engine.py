@@ -56,7 +56,7 @@ EXAMPLES = 40 * int(os.environ.get("DFLASH_TEST_LONG", "1"))
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Random models over bytes: targets with attention alone and with Gated DeltaNet, and drafters for both.
+    """Random models over bytes: targets with attention alone, with Gated DeltaNet, and with experts; drafters for all.
 
     One drafter has a sliding and a full layer, the other full layers alone.
     """
@@ -66,9 +66,17 @@ def models(tmp_path_factory):
     sliding = raw | {"layer_types": [SLIDING, FULL], "sliding_window": 6}
     layers = {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR]}
     hybrid = HYBRID | {"text_config": HYBRID["text_config"] | SIZES | layers}
+    sparse = hybrid | {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}
+    sparse["text_config"] = sparse["text_config"] | {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+    }
     return {
         "target": write_byte_tokenizer(write_model(folder / "target", TARGET | SIZES, 0)),
         "hybrid": write_byte_tokenizer(write_model(folder / "hybrid", hybrid, 0)),
+        "experts": write_byte_tokenizer(write_model(folder / "experts", sparse, 0)),
         "sliding": write_model(folder / "sliding", sliding, 1),
         "full": write_model(folder / "full", raw, 2),
         None: None,
@@ -172,9 +180,15 @@ def machine_of(target, drafter, **options):
         ("target", "full", {"kv_cache_memory_bytes": 104_000, "num_speculative_tokens": 3}),
         ("target", None, {"kv_cache_memory_bytes": 66_667}),
         ("hybrid", "sliding", {"kv_cache_memory_bytes": 98_000, "state_cache_fraction": 0.11}),
+        pytest.param(
+            "experts",
+            "sliding",
+            {"kv_cache_memory_bytes": 98_000, "state_cache_fraction": 0.11},
+            marks=pytest.mark.long,
+        ),
         pytest.param("hybrid", None, {"kv_cache_memory_bytes": 56_000}, marks=pytest.mark.long),
     ],
-    ids=["sliding", "sliding-fixed-uncached", "full", "no-drafter", "hybrid", "hybrid-no-drafter"],
+    ids=["sliding", "sliding-fixed-uncached", "full", "no-drafter", "hybrid", "experts", "hybrid-no-drafter"],
 )
 def test_every_answer_is_its_own(models, target, drafter, options):
     machine = machine_of(models[target], models[drafter], **options)

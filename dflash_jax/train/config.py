@@ -191,7 +191,8 @@ def draft_config_of(config: TrainConfig, target: TargetConfig, mask_token_id: in
         "dflash_config": {"target_layer_ids": list(taps), "mask_token_id": mask_token_id},
         "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
-        "intermediate_size": config.intermediate_size or target.intermediate_size,
+        # Published drafters of targets without dense layers are three times as wide as the model.
+        "intermediate_size": config.intermediate_size or target.intermediate_size or 3 * target.hidden_size,
         "num_attention_heads": target.num_attention_heads,
         "num_key_value_heads": target.num_key_value_heads,
         "head_dim": target.head_dim,

@@ -139,7 +139,8 @@ def load_params(
     _check(folder, tensors, table, config, naming, quantized)
 
     def put(array: np.ndarray, axes: tuple[str, ...], floating: DTypeLike = dtype) -> jax.Array:
-        placed = jax.device_put(array, place(axes, array.shape))
+        # Whoever does not wait reads on while transfers hold the arrays before: the host's memory would not do.
+        placed = jax.block_until_ready(jax.device_put(array, place(axes, array.shape)))
         return placed.astype(floating if jnp.issubdtype(placed.dtype, jnp.floating) else jnp.int32)
 
     def dense(parameter: Parameter) -> jax.Array | Transposed:
