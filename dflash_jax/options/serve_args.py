@@ -14,8 +14,8 @@ from dflash_jax.options.option import Flag, described, documented, option
 SERVER_ENGINE = EngineArgs(compile_at_start=None, max_num_queued_seqs=4096)
 EMBEDDED_NAME = "dflash-embedded"  # the embedded pair's name in requests
 # Names of `dflash_jax.text.parsing`, which this room does not import; a test compares them.
-REASONING_PARSERS = ("qwen3",)
-TOOL_PARSERS = ("hermes", "qwen3_json", "qwen3_coder", "qwen3_xml")
+REASONING_PARSERS = ("qwen3", "none")
+TOOL_PARSERS = ("hermes", "qwen3_json", "qwen3_coder", "qwen3_xml", "none")
 
 MODEL, SERVER, SECURITY, LIMITS, ANSWERS, LOGGING = "model", "server", "security", "limits", "answers", "logging"
 GROUPS = (MODEL, SPECULATION, ENGINE, SERVER, SECURITY, LIMITS, ANSWERS, LOGGING)  # as `--help` orders them
@@ -282,19 +282,19 @@ class ServeArgs:
     reasoning_parser: str | None = option(
         None,
         Choice(REASONING_PARSERS, read=values.parser_name, or_none=True),
-        "takes reasoning out of the content; qwen3-thinking is another name of qwen3",
-        unset="none: reasoning stays in the content",
+        "takes reasoning out of the content; qwen3-thinking is another name of qwen3, and none leaves it there",
+        unset="by the chat template",
         server_group=ANSWERS,
     )
     tool_call_parser: str | None = option(
         None,
         Choice(TOOL_PARSERS, read=values.parser_name, or_none=True),
-        "takes tool calls out of the content; qwen and qwen25 are other names of hermes",
-        unset="none: calls stay in the content",
+        "takes tool calls out of the content; qwen and qwen25 are other names of hermes, and none leaves them there",
+        unset="by the chat template",
         server_group=ANSWERS,
     )
     enable_auto_tool_choice: bool = option(
-        False, Switch(), "let the model choose to call tools; needs --tool-call-parser", server_group=ANSWERS
+        False, Switch(), "let the model choose to call tools, as it may wherever calls are read", server_group=ANSWERS
     )
     stream_interval: int = option(
         1, COUNT, "least tokens of a chunk of a stream, except for the last", unit="TOKENS", server_group=ANSWERS

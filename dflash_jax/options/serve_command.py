@@ -32,7 +32,6 @@ NEEDS = (
     ("allow_credentials", "allowed_origins", "the pages that may send them"),
     ("allowed_methods", "allowed_origins", "the pages that may use them"),
     ("allowed_headers", "allowed_origins", "the pages that may send them"),
-    ("enable_auto_tool_choice", "tool_call_parser", "the format of calls"),
 )
 
 

@@ -22,12 +22,13 @@ from dflash_jax.serve.api.openai.completions import completions_router
 from dflash_jax.serve.api.openai.tokens import tokens_router
 from dflash_jax.serve.api.operations import operations_router
 from dflash_jax.serve.api.sglang.generate import generate_router
-from dflash_jax.serve.http.middleware import BoundedBody, Guard
+from dflash_jax.serve.http.middleware import BoundedBody, Guard, HeadAsGet
 from dflash_jax.serve.http.page import page_router
 from dflash_jax.serve.http.streaming import json_response
 from dflash_jax.serve.protocol import APIError, error_body, of_exception, validation_error
 
 logger = logging.getLogger(__name__)
+RETRY_AFTER = 1  # seconds after which a client may ask again; the engine may be back, or the queue shorter
 
 
 def create_app(state: ServerState, on_change: Callable[[], None] = lambda: None) -> FastAPI:
@@ -71,6 +72,7 @@ def create_app(state: ServerState, on_change: Callable[[], None] = lambda: None)
         app.include_router(router)
     _add_error_handlers(app)
     app.add_middleware(BoundedBody, limits=args.limits)
+    app.add_middleware(HeadAsGet)
     if args.api_keys:
         app.add_middleware(Guard, keys=args.api_keys, root_path=args.root_path)
     if args.allowed_origins:
@@ -85,16 +87,16 @@ def create_app(state: ServerState, on_change: Callable[[], None] = lambda: None)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    async def explain(_request: Request, error: Exception) -> Response:
-        return _response(of_exception(error))
+    async def explain(request: Request, error: Exception) -> Response:
+        return _response(request, of_exception(error))
 
-    async def invalid(_request: Request, error: Exception) -> Response:
+    async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return _response(validation_error(error.errors()))
+        return _response(request, validation_error(error.errors()))
 
-    async def http(_request: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, StarletteHTTPException)
-        answer = _response(APIError(str(error.detail), error.status_code))
+        answer = _response(request, APIError(str(error.detail), error.status_code))
         answer.headers.update(error.headers or {})
         return answer
 
@@ -105,5 +107,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, explain)  # starlette logs the traceback
 
 
-def _response(error: APIError) -> Response:
-    return json_response(error_body(error), error.status)
+def _response(request: Request, error: APIError) -> Response:
+    """The answer that tells of an error; one line of the log tells the operator, whose users may see nothing of it."""
+    logger.info("%s %s: %d, %s", request.method, request.url.path, error.status, error.message)
+    headers = {"retry-after": str(RETRY_AFTER)} if error.status == 503 else None
+    return json_response(error_body(error), error.status, headers)

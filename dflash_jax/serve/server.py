@@ -9,7 +9,7 @@ import resource
 import socket
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 
@@ -28,6 +28,7 @@ from dflash_jax.serve.engine_link.client import EngineClient
 from dflash_jax.serve.engine_link.link_messages import Start
 from dflash_jax.serve.http.http_protocol import bounded_protocol
 from dflash_jax.spec import read_json
+from dflash_jax.text.parsing import parsers_of, takes_tools
 from dflash_jax.text.renderer import GENERATION_FIELDS, Renderer
 from dflash_jax.weights.folder import alias_drafter, resolve_folders
 
@@ -122,6 +123,25 @@ def allow_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
+def with_parsers(args: ServeArgs, template: str | None) -> ServeArgs:
+    """The options with the parsers of answers, which the chat template chooses where no flag does."""
+    chosen = parsers_of(template)
+
+    def parser(flag: str | None, by_template: str | None) -> str | None:
+        return None if flag == "none" else by_template if flag is None else flag
+
+    reasoning, tools = parser(args.reasoning_parser, chosen.reasoning), parser(args.tool_call_parser, chosen.tools)
+    logger.info(
+        "Answers are read by the reasoning parser %s and the tool-call parser %s; --reasoning-parser and "
+        "--tool-call-parser choose others.",
+        reasoning,
+        tools,
+    )
+    if tools is not None and not takes_tools(template):
+        logger.warning("The chat template takes no tools: requests may send some, and the model will not see them.")
+    return replace(args, reasoning_parser=reasoning, tool_call_parser=tools, enable_auto_tool_choice=tools is not None)
+
+
 def make_state(args: ServeArgs) -> ServerState:
     """The server's parts, before the engine is started.
 
@@ -131,6 +151,7 @@ def make_state(args: ServeArgs) -> ServerState:
     """
     folder, draft_folder = resolve_folders(args.model, args.draft_model)
     renderer = Renderer(folder)
+    args = with_parsers(args, renderer.chat_template(args.chat_template))
     generation_config = renderer.generation_config
     if args.generation_config not in ("auto", "vllm"):
         generation_config = read_json(Path(args.generation_config) / "generation_config.json")

@@ -79,6 +79,14 @@ class Renderer:
         text = self.chat_text(messages, **options)
         return {"prompt_token_ids": self.need_tokenizer("a chat").encode(text, add_special_tokens=False)}
 
+    def chat_template(self, chat_template: str | None = None) -> str | None:
+        """The source of the template that renders chats with tools; None if there is none.
+
+        Args:
+            chat_template: replaces the model's.
+        """
+        return None if self.tokenizer is None else self.tokenizer.chat_template(chat_template)
+
     def need_tokenizer(self, what: str) -> Tokenizer:
         """The tokenizer.
 

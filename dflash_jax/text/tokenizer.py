@@ -163,6 +163,12 @@ class Tokenizer:
             ) from error
         return text
 
+    def chat_template(self, chat_template: str | None = None) -> str | None:
+        """The source of the template for chats with tools; None if the folder has none, and none is given."""
+        if chat_template is None and not self.has_chat_template:
+            return None
+        return str(self.hf.get_chat_template(chat_template, tools=[{}]))
+
     def _template(self, chat_template: str | None, tools: Any) -> ChatTemplate:
         """The template of that source or name, else the folder's, which may have one of its own for tools."""
         source = self.hf.get_chat_template(chat_template, tools=tools)

@@ -70,12 +70,14 @@ def test_fit_prompt():
     assert fit(20, keep=-1) == [*range(11, 20)]
     assert fit(20, keep=-1, max_tokens=4) == [*range(14, 20)]
     assert fit(20, keep=-1, max_tokens=10) == [19]
+    assert fit(20, keep=-1, max_tokens=32_000) == [19]
+    assert fit(9, max_tokens=32_000) == [*range(9)]
     for arguments in ((10,), (20, 10), (20, None, 1)):
-        with pytest.raises(APIError, match=r"Input length \(\d+\) exceeds model's maximum context length \(10\)"):
+        with pytest.raises(
+            APIError, match=r"maximum context length is 10 tokens. However, the prompt has \d+"
+        ) as caught:
             fit(*arguments)
-    with pytest.raises(APIError, match="max_tokens=11 exceeds") as caught:
-        fit(1, max_tokens=11)
-    assert caught.value.param == "max_tokens"
+        assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
 
 
 def test_generate():

@@ -33,7 +33,7 @@ def test_a_text_that_cannot_fit_is_refused_without_tokenising_it(state, monkeypa
     limit = MAX_MODEL_LEN * max(map(len, tokenizer.hf.get_vocab()))
     tokenised = []
     monkeypatch.setattr(tokenizer, "encode", lambda text, **_: tokenised.append(len(text)) or [])
-    with pytest.raises(APIError, match=r"Input length \(at least 64\) exceeds .* \(64\)") as error:
+    with pytest.raises(APIError, match=r"length is 64 tokens. However, the prompt has at least 64") as error:
         encode(state, "a" * limit, "a text prompt")
     assert (error.value.status, error.value.param, tokenised) == (400, "prompt", [])
     encode(state, "a" * limit, "a text prompt", is_truncated=True)  # its end is wanted

@@ -48,6 +48,23 @@ class Guard:
         await self._app(scope, receive, send)
 
 
+class HeadAsGet:
+    """Answers HEAD, which monitors and balancers send, as GET would be answered, without the body."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            return await self._app(scope, receive, send)
+
+        async def without_body(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self._app({**scope, "method": "GET"}, receive, without_body)
+
+
 class BoundedBody:
     """Refuses bodies that are too large or not JSON. The HTTP protocol bounds the time that a body may take."""
 

@@ -40,19 +40,29 @@ class APIError(DFlashError):
         status: the HTTP status.
         type: the name of the error, as in vLLM; by default that of the status.
         param: the dotted path of the field that it is about; None if it is about none.
+        code: OpenAI's name of the error, where it has one that clients look for; by default the status, as in vLLM.
     """
 
-    def __init__(self, message: str, status: int = 400, *, type: str | None = None, param: str | None = None):
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        *,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+    ):
         self.message = cut(_encodable(message), MOST_ERRORS * LONGEST_MESSAGE)
         super().__init__(self.message)
         self.status = status
+        self.code = status if code is None else code
         self.type = type or _TYPES.get(status) or _TYPES[400 if status < 500 else 500]
         self.param = None if param is None else cut(_encodable(param), LONGEST_PARAM)
 
 
 def error_body(error: APIError) -> dict[str, Any]:
     """The JSON body of an error in the form of OpenAI and vLLM."""
-    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.status}}
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
 def of_exception(error: BaseException) -> APIError:

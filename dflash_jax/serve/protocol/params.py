@@ -97,14 +97,11 @@ def fit_prompt(
         max_model_len: most tokens of prompt and answer together.
 
     Raises:
-        APIError: 400; the prompt leaves no room for an answer, or `max_tokens` exceeds `max_model_len`.
+        APIError: 400; the prompt leaves no room for an answer.
     """
-    if max_tokens is not None and max_tokens > max_model_len:
-        message = f"max_tokens={max_tokens} exceeds the model's maximum context length ({max_model_len}): lower it."
-        raise APIError(message, param="max_tokens")
     keep = truncate_prompt_tokens
-    if keep == -1:
-        keep = max(max_model_len - (max_tokens or 1), 1)
+    if keep == -1:  # agents ask for 32,000 tokens whatever the model's length: such an answer takes what is left
+        keep = max(max_model_len - min(max_tokens or 1, max_model_len), 1)
     kept = list(token_ids if keep is None else token_ids[-keep:])
     if len(kept) >= max_model_len:
         raise prompt_too_long(str(len(kept)), max_model_len)
@@ -114,9 +111,10 @@ def fit_prompt(
 def prompt_too_long(length: str, max_model_len: int) -> APIError:
     """The refusal of a prompt that leaves no room for an answer; `length` says how many tokens it has."""
     return APIError(
-        f"Input length ({length}) exceeds model's maximum context length ({max_model_len}) less the one token "
-        "that an answer needs: shorten the prompt, or set truncate_prompt_tokens=-1.",
+        f"This model's maximum context length is {max_model_len} tokens. However, the prompt has {length}, and an "
+        "answer needs one: shorten the prompt, or set truncate_prompt_tokens=-1.",
         param="prompt",
+        code="context_length_exceeded",  # agents compact their conversation when they see OpenAI's code
     )
 
 

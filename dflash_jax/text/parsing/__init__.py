@@ -5,6 +5,7 @@ generators that are sent one character at a time, and so cannot depend on how th
 """
 
 from dflash_jax.text.parsing.deltas import Delta, ParsedOutput, ToolCall, ToolCallDelta, collect
+from dflash_jax.text.parsing.of_template import parsers_of, takes_tools
 from dflash_jax.text.parsing.output_parser import (
     END_THINK,
     REASONING_PARSERS,
@@ -27,5 +28,7 @@ __all__ = [
     "ToolCall",
     "ToolCallDelta",
     "collect",
+    "parsers_of",
     "prompt_reasoning",
+    "takes_tools",
 ]

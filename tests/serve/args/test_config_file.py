@@ -77,7 +77,6 @@ def test_every_row_can_come_from_the_file(config):
         ("restart-engine: 1", ["c.yaml: restart-engine=1", "true or false"]),
         ("model: a\nmodel-path: b", ["c.yaml: ", "'a'", "'b'"]),
         ("speculative-config: {method: eagle}", ["c.yaml: ", "method='eagle'"]),
-        ("enable-auto-tool-choice: true", ["--enable-auto-tool-choice needs --tool-call-parser"]),
     ],
 )
 def test_a_bad_file_is_refused(capsys, config, content, words):

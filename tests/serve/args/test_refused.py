@@ -108,7 +108,6 @@ REFUSED = [
     ("--api-key-file nowhere", ["--api-key-file", "'nowhere'"]),
     ("--api-key-file no_keys", ["--api-key-file", "'no_keys'", "no key"]),
     ("--api-key-file bad_keys", ["--api-key-file", "spaces"]),
-    ("--enable-auto-tool-choice", ["--enable-auto-tool-choice needs --tool-call-parser"]),
     ("--tool-call-parser mistral", ["--tool-call-parser", "'mistral'", "hermes"]),
     ("--reasoning-parser deepseek_r1", ["--reasoning-parser", "'deepseek_r1'", "qwen3"]),
     ("--metrics-prefix 1x:", ["--metrics-prefix", "'1x:'"]),

@@ -187,8 +187,8 @@ def _rendered(state: ServerState, body: ChatCompletionRequest) -> tuple[str, lis
 def _check_tools(state: ServerState, body: ChatCompletionRequest) -> None:
     if body.tools and body.tool_choice == "auto" and not state.args.enable_auto_tool_choice:
         raise APIError(
-            '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set: start the server '
-            "with them, or set tool_choice to 'none', 'required' or a tool.",
+            '"auto" tool choice needs a parser of calls, and this server has none: start it without --tool-call-parser '
+            "none, or set tool_choice to 'none', 'required' or a tool.",
             param="tool_choice",
         )
 
