@@ -137,6 +137,9 @@ def load_params(
     parameters = parameters_of(table, config)
     quantized = find_quantized(tensors, parameters, table, config, on_cpu=transpose)
     _check(folder, tensors, table, config, naming, quantized)
+    widened = sum(tensors[name].dtype in FP8 for p in parameters if p.is_experts for name in p.parts)
+    if widened:
+        logger.warning("%s: %d matrices of experts in fp8 are held in %s: twice the bytes.", folder, widened, dtype)
 
     def put(array: np.ndarray, axes: tuple[str, ...], floating: DTypeLike = dtype) -> jax.Array:
         # Whoever does not wait reads on while transfers hold the arrays before: the host's memory would not do.

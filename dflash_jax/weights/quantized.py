@@ -26,7 +26,7 @@ from dflash_jax.weights.layouts import (
     packed_by_groups,
 )
 from dflash_jax.weights.safetensors import TensorInfo
-from dflash_jax.weights.tables import PROJECTIONS, Parameter, checkpoint_shape, output_axes
+from dflash_jax.weights.tables import Parameter, checkpoint_shape, output_axes
 from pallas_kernels.quantized_product.layout import span_of_group
 
 Placement = Callable[[tuple[str, ...], tuple[int, ...]], Sharding | None]
@@ -54,11 +54,11 @@ def find_quantized(
 
     Each is what the file holds under its own name, whatever stands beside it or in the configuration. A drafter's are
     not kept so: it is trained and exported, and `--draft-quantization` makes it fp8 again. Nor are small ones in fp8 on
-    CPUs (`WIDENED`).
+    CPUs (`WIDENED`), nor experts, whose kernels multiply 16 bits.
     """
     if isinstance(config, DraftConfig):
         return {}
-    names = [name for p in parameters if p.path[-1] in PROJECTIONS for name in p.parts]
+    names = [name for p in parameters if p.is_projection for name in p.parts]
     stored = {}
     for name in names:
         rows, *inputs = checkpoint_shape(table[name], config)

@@ -285,7 +285,12 @@ class Parameter:
     @property
     def is_projection(self) -> bool:
         """Whether it is a matrix of its own, and not the head."""
-        return self.path[-1] in PROJECTIONS and "X" not in self.axes
+        return self.path[-1] in PROJECTIONS and not self.is_experts
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether it holds the matrices of all experts of a layer."""
+        return "experts" in self.path
 
     @property
     def axis(self) -> int:
