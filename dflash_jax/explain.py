@@ -174,7 +174,7 @@ class Step:
 
     def _product(self, name: str, outputs: int, inputs: int) -> Call:
         if self.bits is not None and name != "in_proj_ba":  # which most checkpoints leave at 16 bits
-            values = Struct((outputs, inputs // 2), jnp.uint8) if self.bits == 4 else Struct((outputs, inputs), E4M3)
+            values = Struct((outputs, inputs // 4), jnp.uint16) if self.bits == 4 else Struct((outputs, inputs), E4M3)
             scales = Struct((outputs, max(1, inputs // GROUP)), jnp.bfloat16)
             label = f"{_text(self._rows(inputs))} x {name} {self.bits} bits [{outputs}, {inputs}]"
             return Call(operation_of(values), label, (self._rows(inputs), values, scales, None, self.dtype))

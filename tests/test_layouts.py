@@ -104,15 +104,16 @@ def test_what_was_packed_is_read(tmp_path_factory, data):
     )
 
 
-@pytest.mark.parametrize("span", [2, 4, 32])
-def test_kernels_read_halves_of_spans(span):
+@pytest.mark.parametrize("span", [4, 8, 32])
+def test_kernels_read_quarters_of_spans(span):
     numbers = np.random.default_rng(0).integers(0, 16, (3, 96), np.uint8)
-    pairs, half = packing.to_pairs(numbers), span // 2
+    pairs, quarter = packing.to_pairs(numbers), span // 4
     np.testing.assert_array_equal(packing.to_numbers(pairs), numbers)
-    spans = packing.to_spans(pairs, span)
-    for row, i, j in np.ndindex(3, 96 // span, half):
-        byte = spans[row, half * i + j]
-        assert (byte & 15, byte >> 4) == (numbers[row, span * i + j], numbers[row, span * i + half + j])
+    words = packing.to_words(pairs, span)
+    assert (words.dtype, words.shape) == (np.uint16, (3, 24))
+    for row, i, j in np.ndindex(3, 96 // span, quarter):
+        word, first = words[row, quarter * i + j], span * i + j
+        assert [word >> (4 * k) & 15 for k in range(4)] == [*numbers[row, first : first + span : quarter]]
 
 
 # --- contradictions

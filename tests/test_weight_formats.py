@@ -226,7 +226,7 @@ def test_devices_multiply_their_parts_of_few_bits_by_kernels(monkeypatch):
     }
     for name, product in products.items():
         outputs = (128,) if name == "sum" else (2, 2, 64)
-        values = jax.ShapeDtypeStruct((*outputs, 64), jnp.uint8)
+        values = jax.ShapeDtypeStruct((*outputs, 32), jnp.uint16)
         weight = grouped.Grouped(values, jax.ShapeDtypeStruct((*outputs, 2), jnp.float16))
         traced = jax.jit(product).trace(jax.ShapeDtypeStruct((1, 4, 128), jnp.bfloat16), weight)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -285,7 +285,8 @@ def random_params(
 def _random_bits(key: jax.Array, *, shape: tuple[int, ...], rows: int, group: int, is_fp8: bool) -> Grouped:
     """A weight [*O, *I] of random bits, with scales that give its numbers a deviation of about 0.02."""
     inputs = math.prod(shape[rows:])
-    values = jax.random.bits(key, (*shape[:rows], inputs if is_fp8 else inputs // 2), jnp.uint8)
+    length, dtype = (inputs, jnp.uint8) if is_fp8 else (inputs // 4, jnp.uint16)
+    values = jax.random.bits(key, (*shape[:rows], length), dtype)
     scale = 0.02 / (64 if is_fp8 else 4)  # of e4m3 numbers up to 240, and of numbers from -8 to 7
     scales = jnp.full((*shape[:rows], inputs // group), scale, jnp.bfloat16)
     numbers = lax.bitcast_convert_type(values & 0xF7, jnp.float8_e4m3fn) if is_fp8 else values  # without NaN

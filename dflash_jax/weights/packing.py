@@ -2,13 +2,13 @@
 
 Rows of pairs are bytes [O, I / 2]: byte j of a row holds input 2j in its low four bits and input 2j + 1 in its high
 ones. GPTQ's and compressed-tensors' int32 hold 8 inputs, the lowest first, so their bytes in memory are such pairs.
-What kernels read has its numbers in another order (`to_spans`).
+What kernels read has its numbers in another order (`to_words`).
 """
 
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Int32, UInt8
+from jaxtyping import Int32, UInt8, UInt16
 
 # The column of eight that each of the eight places of AWQ's int32 holds, the lowest first.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -53,18 +53,19 @@ def from_compressed(packed: Int32[np.ndarray, "O words"], inputs: int) -> Pairs:
     return np.ascontiguousarray(packed).view(np.uint8)[:, : inputs // 2]
 
 
-def to_spans(pairs: UInt8[np.ndarray, "*O pairs"], span: int) -> UInt8[np.ndarray, "*O pairs"]:
-    """What kernels read: two inputs half a span apart to a byte (`pallas_kernels.quantized_product.layout`).
+def to_words(pairs: UInt8[np.ndarray, "*O pairs"], span: int) -> UInt16[np.ndarray, "*O words"]:
+    """What kernels read: four inputs, a quarter of a span apart, to a word (`pallas_kernels.quantized_product.layout`).
 
     Args:
         pairs: rows of pairs.
-        span: inputs of a span, a power of 2 from 2.
+        span: inputs of a span, a power of 2 from 4.
     """
-    if span == 2:
-        return pairs
-    halves = pairs.reshape(*pairs.shape[:-1], -1, 2, span // 4)
-    first, second = halves[..., 0, :], halves[..., 1, :]
-    spans = np.empty((*first.shape, 2), np.uint8)
-    spans[..., 0] = (first & 15) | (second << 4)  # bytes lose what is shifted out
-    spans[..., 1] = (first >> 4) | (second & 0xF0)
-    return spans.reshape(pairs.shape)
+    if span == 4:
+        return np.ascontiguousarray(pairs).view("<u2")
+    quarters = pairs.reshape(*pairs.shape[:-1], -1, 4, span // 8)
+    words = np.zeros((*quarters.shape[:-2], span // 8, 2), np.uint16)
+    for place in range(4):
+        bits = quarters[..., place, :].astype(np.uint16)
+        words[..., 0] |= (bits & 15) << (4 * place)
+        words[..., 1] |= (bits >> 4) << (4 * place)
+    return words.reshape(*pairs.shape[:-1], -1)

@@ -27,7 +27,7 @@ from dflash_jax.weights.layouts import (
 )
 from dflash_jax.weights.safetensors import TensorInfo
 from dflash_jax.weights.tables import Parameter, checkpoint_shape, output_axes
-from pallas_kernels.quantized_product.layout import span_of_group
+from pallas_kernels.quantized_product.layout import PLACES, span_of_group
 
 Placement = Callable[[tuple[str, ...], tuple[int, ...]], Sharding | None]
 
@@ -114,10 +114,10 @@ def grouped(parameter: Parameter, matrices: Mapping[str, Matrix], place: Placeme
     sharding, devices = placed(place(parameter.axes, parameter.shape), rows, can_split=first.order is None)
     group = math.gcd(first.inputs // devices, *(matrix.group for matrix in mine.values()))
     is_packed = first.zeros is not None
-    if is_packed and group % 2:
+    if is_packed and group % PLACES:
         raise CheckpointError(
-            f"{next(iter(mine))}: groups of {first.group} inputs cannot be split over {devices} devices; lower "
-            "tensor_parallel_size."
+            f"{next(iter(mine))}: {devices} devices get groups of {group} inputs, and 4-bit weights need a multiple of "
+            f"{PLACES}; lower tensor_parallel_size or pick a checkpoint with other groups."
         )
     evened = {name: matrix.regrouped(group) for name, matrix in mine.items()}
 
@@ -129,7 +129,7 @@ def grouped(parameter: Parameter, matrices: Mapping[str, Matrix], place: Placeme
 
     values, zeros = joined("values"), joined("zeros") if is_packed else None
     return Grouped(
-        put(packing.to_spans(values, span_of_group(group)) if is_packed else values),
+        put(packing.to_words(values, span_of_group(group)) if is_packed else values),
         put(joined("scales")),
         zeros=None if zeros is None or (zeros == MIDDLE).all() else put(zeros),
         order=None if first.order is None else jax.device_put(first.order, _whole(sharding)),

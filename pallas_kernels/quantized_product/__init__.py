@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, UInt8
+from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, UInt8, UInt16
 
 from pallas_kernels import registry
+from pallas_kernels.quantized_product.layout import PLACES
 from pallas_kernels.registry import AMPERE_ON, FP8_GPUS
 
 __all__ = ["FP8_PRODUCT", "INT4_PRODUCT", "operation_of", "quantized_product", "split_quantized_product"]
@@ -32,7 +33,7 @@ FP8_PRODUCT = _operation("fp8_product", FP8_GPUS)  # with scales of groups; acti
 
 def quantized_product(
     x: Float[Array, "*T I"],
-    values: UInt8[Array, "O packed"] | Float8e4m3fn[Array, "O I"],
+    values: UInt16[Array, "O packed"] | Float8e4m3fn[Array, "O I"],
     scales: Float[Array, "O G"],
     zeros: UInt8[Array, "O G"] | None = None,
     dtype: DTypeLike | None = None,
@@ -46,7 +47,7 @@ def quantized_product(
 
     Args:
       x: activations; bf16 (any other float: reference only).
-      values: 4-bit numbers, two to a byte as ``layout`` says, or e4m3 numbers, which have no zero point.
+      values: 4-bit numbers, four to a word as ``layout`` says, or e4m3 numbers, which have no zero point.
       scales: bf16, f16 or f32.
       zeros: zero points of 4-bit numbers, 0 to 16; None is 8.
       dtype: of the result; None is x's.
@@ -67,7 +68,7 @@ def quantized_product(
 
 def split_quantized_product(
     x: Float[Array, "*T I"],
-    values: UInt8[Array, "O packed"] | Float8e4m3fn[Array, "O I"],
+    values: UInt16[Array, "O packed"] | Float8e4m3fn[Array, "O I"],
     scales: Float[Array, "O G"],
     zeros: UInt8[Array, "O G"] | None = None,
 ) -> Float[Array, "*T O"] | Float[Array, "S *T O"]:
@@ -87,19 +88,19 @@ def split_quantized_product(
 
 def operation_of(values: Any) -> registry.Operation:
     """The operation that multiplies by weights with such values."""
-    return INT4_PRODUCT if values.dtype == jnp.uint8 else FP8_PRODUCT
+    return INT4_PRODUCT if values.dtype == jnp.uint16 else FP8_PRODUCT
 
 
 def _check(x: Any, values: Any, scales: Any, zeros: Any) -> None:
-    if values.dtype not in (jnp.uint8, jnp.float8_e4m3fn) or (zeros is not None and values.dtype != jnp.uint8):
+    if values.dtype not in (jnp.uint16, jnp.float8_e4m3fn) or (zeros is not None and values.dtype != jnp.uint16):
         raise ValueError(
-            f"values must be uint8, or e4m3 without zeros; got {values.dtype} {'with' if zeros is not None else ''}"
+            f"values must be uint16, or e4m3 without zeros; got {values.dtype} {'with' if zeros is not None else ''}"
         )
-    inputs = x.shape[-1] // (2 if values.dtype == jnp.uint8 else 1)
+    inputs = x.shape[-1] // (PLACES if values.dtype == jnp.uint16 else 1)
     outputs, groups = scales.shape if scales.ndim == 2 else (None, 1)
     if values.shape != (outputs, inputs) or x.shape[-1] % groups or not jnp.issubdtype(scales.dtype, jnp.floating):
         raise ValueError(
-            f"x [*T, I], values [O, I] or [O, I / 2] and scales [O, G] in floats must fit, G dividing I; got "
+            f"x [*T, I], values [O, I] or [O, I / 4] and scales [O, G] in floats must fit, G dividing I; got "
             f"{list(x.shape)}, {list(values.shape)} and {scales.dtype}{list(scales.shape)}"
         )
     if zeros is not None and (zeros.shape != scales.shape or zeros.dtype != jnp.uint8):

@@ -6,6 +6,7 @@ Each product is checked against the reference first. `--sweep` times every confi
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -40,18 +41,18 @@ def operands(kind: str, shape: tuple[int, int], tokens: int, seed: int) -> tuple
     if kind == "fp8":
         values = (jax.random.normal(keys[2], shape, jnp.bfloat16) * 4).astype(jnp.float8_e4m3fn)
         return x, values, scales.astype(jnp.bfloat16), None
-    values = jax.random.randint(keys[2], (outputs, inputs // 2), 0, 256, jnp.int32).astype(jnp.uint8)
+    values = jax.random.bits(keys[2], (outputs, inputs // 4), jnp.uint16)
     zeros = jax.random.randint(keys[3], scales.shape, 1, 17, jnp.int32).astype(jnp.uint8) if kind == "zeros" else None
     return x, values, scales.astype(jnp.float16), zeros
 
 
-def configs(tokens: int, inputs: int) -> Iterator[Config]:
+def configs(kind: str, tokens: int, inputs: int) -> Iterator[Config]:
     """The configurations to sweep over."""
     block = max(16, min(128, 1 << (tokens - 1).bit_length()))
-    grid = itertools.product((32, 64, 128), (2, 3, 4, 6, 8), (4, 8), (1, 2, 4, 8) if tokens <= 64 else (1,))
-    for rows, stages, warps, splits in grid:
-        if inputs // GROUP % splits == 0:
-            yield Config(rows, block, stages, warps, splits)
+    splits, depths = (1, 2, 4, 8) if tokens <= 64 else (1,), (64, 128) if kind == "fp8" else (128,)
+    for rows, stages, warps, parts, depth in itertools.product((64, 128, 256), (3, 4, 6, 8), (4, 8), splits, depths):
+        if inputs // GROUP % parts == 0:
+            yield Config(rows, block, stages, warps, parts, depth)
 
 
 def measure(kind: str, name: str, tokens: int, *, sweep: bool, bandwidth: float) -> list[dict[str, Any]]:
@@ -61,8 +62,8 @@ def measure(kind: str, name: str, tokens: int, *, sweep: bool, bandwidth: float)
     weight_bytes = sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(weight))
     calls = max(2, min(16, BYTES // weight_bytes))
     data = [operands(kind, shape, tokens, seed) for seed in range(calls)]
-    chosen = triton.default_config(data[0][0], data[0][2], may_split=True)
-    every = list(configs(tokens, shape[1])) if sweep else [chosen]
+    chosen = triton.default_config(*data[0][:3], may_split=True)
+    every = list(configs(kind, tokens, shape[1])) if sweep else [chosen]
 
     def lower(config: Config) -> Any:
         run = functools.partial(triton.quantized_product, dtype=jnp.bfloat16, config=config)
@@ -90,9 +91,7 @@ def measure(kind: str, name: str, tokens: int, *, sweep: bool, bandwidth: float)
                 "of copy": round(weight_bytes / seconds / bandwidth, 2),
                 "TFLOP/s": round(2e-12 * tokens * shape[0] * shape[1] / seconds),
                 "error": float(f"{error:.1e}"),
-                "rows tokens stages warps splits": [
-                    *(config.rows, config.tokens, config.num_stages, config.num_warps, config.splits)
-                ],
+                "rows tokens stages warps splits depth": list(dataclasses.astuple(config)),
                 "default": config == chosen,
             }
         )

@@ -1,8 +1,9 @@
-"""How weights in 4 bits lie in memory: two numbers to a byte, half a span of inputs apart.
+"""How weights in 4 bits lie in memory: four numbers to a 16-bit word, a quarter of a span of inputs apart.
 
-A span is 128 inputs of one group, or as many as divide both. Byte j of a span holds input j in its low four bits and
-input j + span / 2 in its high ones. So the low halves of a run of bytes are a run of inputs, and the high halves the
-next: a kernel multiplies each by its own part of x and never has to put neighbours side by side.
+A span is 128 inputs of one group, or what divides both. Word j of a span holds inputs j, j + span / 4, j + span / 2
+and j + 3 span / 4, the first in its lowest four bits. So the numbers in one place of a run of words are a run of
+inputs: a kernel shifts and masks two words in a register at once, has two neighbours then, and moves nothing to other
+threads.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+PLACES = 4  # numbers of a word
 LONGEST = 128  # inputs of a span: a kernel's step
 
 
 def span_of(values: Any, scales: Any) -> int:
-    """Inputs of a span, of a packed weight [..., I / 2] and its scales [..., G]."""
-    return span_of_group(2 * values.shape[-1] // scales.shape[-1])
+    """Inputs of a span, of a packed weight [..., I / 4] and its scales [..., G]."""
+    return span_of_group(PLACES * values.shape[-1] // scales.shape[-1])
 
 
 def span_of_group(group: int) -> int:

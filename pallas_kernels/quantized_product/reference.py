@@ -9,9 +9,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, UInt8
+from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, UInt8, UInt16
 
-from pallas_kernels.quantized_product.layout import span_of
+from pallas_kernels.quantized_product.layout import PLACES, span_of
 
 WIDENED = 1 << 24  # numbers of a weight that are widened at a time: 64 MiB in float32
 MIDDLE = 8  # the zero point of weights that have none of their own
@@ -19,7 +19,7 @@ MIDDLE = 8  # the zero point of weights that have none of their own
 
 def quantized_product(
     x: Float[Array, "*T I"],
-    values: UInt8[Array, "O packed"] | Float8e4m3fn[Array, "O I"],
+    values: UInt16[Array, "O packed"] | Float8e4m3fn[Array, "O I"],
     scales: Float[Array, "O G"],
     zeros: UInt8[Array, "O G"] | None,
     dtype: DTypeLike,
@@ -42,15 +42,16 @@ def quantized_product(
 
 
 def widened(
-    values: UInt8[Array, "O packed"] | Float8e4m3fn[Array, "O I"],
+    values: UInt16[Array, "O packed"] | Float8e4m3fn[Array, "O I"],
     scales: Float[Array, "O G"],
     zeros: UInt8[Array, "O G"] | None,
 ) -> Float[Array, "O I"]:
     """The weight in float32: (number - zero point) * scale."""
     outputs, groups = scales.shape
-    if values.dtype == jnp.uint8:
-        halves = values.reshape(outputs, -1, span_of(values, scales) // 2)
-        numbers = jnp.stack([halves & 15, halves >> 4], axis=2).reshape(outputs, groups, -1).astype(jnp.float32)
+    if values.dtype == jnp.uint16:
+        words = values.reshape(outputs, -1, span_of(values, scales) // PLACES)
+        places = [(words >> (4 * place)) & 15 for place in range(PLACES)]
+        numbers = jnp.stack(places, axis=2).reshape(outputs, groups, -1).astype(jnp.float32)
         numbers = numbers - (MIDDLE if zeros is None else zeros.astype(jnp.float32)[..., None])
     else:
         numbers = values.reshape(outputs, groups, -1).astype(jnp.float32)

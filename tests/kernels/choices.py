@@ -168,7 +168,7 @@ def calls() -> Iterator[tuple[str, str, list[tuple[Any, ...]]]]:
         yield "experts", f"{_name(dtype)} {sizes}", [_experts(dtype, t, *sizes) for t in TOKENS]
     for dtype, group in itertools.product((BF16, F16, F32), (16, 32, 128, 5120)):
         for name, values in (
-            ("int4_product", shape(96, 2560, dtype=jnp.uint8)),
+            ("int4_product", shape(96, 1280, dtype=jnp.uint16)),
             ("fp8_product", shape(96, 5120, dtype=E4M3)),
         ):
             arguments = values, shape(96, 5120 // group), None, dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +36,11 @@ def operands(kind, group, tokens=(3,), outputs=O, inputs=I, seed=0):
         )
     numbers = rng.integers(0, 16, (outputs, inputs), np.uint8)
     zeros = rng.integers(0, 17, scales.shape, np.uint8) if kind == "zeros" else None
-    half = span_of_group(group) // 2
-    values = np.zeros((outputs, inputs // 2), np.uint8)
+    quarter = span_of_group(group) // 4
+    values = np.zeros((outputs, inputs // 4), np.uint16)
     for column in range(inputs):
-        span, place = divmod(column, 2 * half)
-        values[:, span * half + place % half] |= numbers[:, column] << (4 * (place // half))
+        span, place = divmod(column, 4 * quarter)
+        values[:, span * quarter + place % quarter] |= numbers[:, column].astype(np.uint16) << (4 * (place // quarter))
     middle = 8 if zeros is None else np.repeat(zeros, group, axis=1).astype(np.float64)
     device = None if zeros is None else jnp.asarray(zeros)
     return (x, jnp.asarray(values), scales, device), (numbers.astype(np.float64) - middle) * each
@@ -89,7 +90,7 @@ def test_the_reference_widens_a_large_weight_in_blocks(monkeypatch):
 def test_it_lowers_and_is_picked(monkeypatch, kind, tokens, shape):
     struct = jax.ShapeDtypeStruct
     outputs, inputs = shape
-    values = struct(shape, E4M3) if kind == "fp8" else struct((outputs, inputs // 2), jnp.uint8)
+    values = struct(shape, E4M3) if kind == "fp8" else struct((outputs, inputs // 4), jnp.uint16)
     scales = struct((outputs, inputs // 128), BF16 if kind == "fp8" else jnp.float16)
     zeros = struct(scales.shape, jnp.uint8) if kind == "zeros" else None
     x = struct((tokens, inputs), BF16)
@@ -107,12 +108,63 @@ def test_it_lowers_and_is_picked(monkeypatch, kind, tokens, shape):
 
 @pytest.mark.parametrize(("capability", "limit"), [((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((9, 0), 227)])
 def test_steps_in_flight_fit_into_shared_memory(monkeypatch, capability, limit):
-    """A step has a span of 128 inputs: a byte each of the weight's rows, two each of the tokens."""
+    """A step has bytes of the weight's rows, half a byte or a whole one an input, and two an input of the tokens."""
     monkeypatch.setattr(_compat, "compute_capability", lambda: capability)
-    for tokens in (1, 16, 32, 64, 65, 8192):
-        x, scales = jax.ShapeDtypeStruct((tokens, 5120), BF16), jax.ShapeDtypeStruct((5120, 40), BF16)
-        config = triton.default_config(x, scales)
-        assert config.num_stages * 128 * (config.rows + 2 * config.tokens) <= limit * 1024
+    struct = jax.ShapeDtypeStruct
+    scales = struct((5120, 40), BF16)
+    for values in (struct((5120, 5120), E4M3), struct((5120, 1280), jnp.uint16)):
+        for tokens in (1, 16, 32, 64, 65, 8192):
+            config = triton.default_config(struct((tokens, 5120), BF16), values, scales)
+            step = config.depth * (config.rows * values.shape[1] * values.dtype.itemsize // 5120 + 2 * config.tokens)
+            assert config.num_stages * step <= limit * 1024
+            assert tokens > 64 or 3 <= config.num_stages <= 6
+
+
+def evaluated(asm, *, args, constraints, pack, result_shape_dtypes):
+    """What the assembly computes of two 16-bit elements in a register, an instruction at a time."""
+    assert (constraints, pack) == ("=r,r,r", 2)
+    registers = {f"${i + 1}": np.asarray(arg).view(np.uint32) for i, arg in enumerate(args)}
+    body = asm.replace("\n", "").strip("{} ").removesuffix(";")
+    lines = [re.split(r"[ ,]+", line.strip()) for line in body.split(";")]
+    for name, target, *sources in lines[1:]:
+        a, *rest = (registers[x] if x in registers else np.uint32(int(x, 0)) for x in sources)
+        if name == "mov.b32":
+            value = a
+        elif name == "shr.b32":
+            value = a >> rest[0]
+        elif name == "lop3.b32":
+            b, c, table = rest
+            rows = [
+                (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8) if table >> i & 1
+            ]
+            value = functools.reduce(np.bitwise_or, rows)
+        else:
+            assert name == "fma.rn.bf16x2"
+            x, y, z = (np.asarray(part, np.uint32).reshape(-1).view(BF16).astype(np.float64) for part in (a, *rest))
+            value = (x.reshape(-1, 2) * y + z.reshape(-1, 2)).astype(BF16).view(np.uint32)[:, 0]
+        registers[target] = value
+    return [jnp.asarray(registers["$0"].view(BF16).reshape(result_shape_dtypes[0].shape))]
+
+
+def test_the_assembly_is_the_plain_expression(monkeypatch):
+    """Bit by bit, for every word and zero point: interpreted kernels show nothing about what GPUs run."""
+    monkeypatch.setattr(triton.pltriton, "elementwise_inline_asm", evaluated)
+    words = np.arange(1 << 16, dtype=np.uint16)
+    for zero in range(17):
+        offset = jnp.full(words.shape, -128 - zero, BF16)
+        for place in range(4):
+            numbers = triton._numbers(words, offset, place, False)
+            assert (numbers == triton._numbers(jnp.asarray(words), offset, place, True)).all()
+            np.testing.assert_array_equal(
+                np.asarray(numbers, np.int64), (words.astype(np.int64) >> 4 * place & 15) - zero
+            )
+
+
+def test_every_e4m3_number_is_widened_exactly():
+    numbers = np.arange(256, dtype=np.uint8).view(E4M3)
+    widened = triton._widened(jnp.asarray(numbers)[None], [], True)[0]
+    assert widened.dtype == BF16
+    np.testing.assert_array_equal(np.asarray(widened, np.float64), numbers.astype(np.float64))
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ from typing import Any, Self
 
 import jax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, Int, UInt8
+from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, Int, UInt8, UInt16
 
 from dflash_jax.weights.formats.protocol import Product, Rows, plain
 from pallas_kernels import gated, largest, quantized_product, split_quantized_product
+from pallas_kernels.quantized_product.layout import PLACES
 
 
 @jax.tree_util.register_dataclass
@@ -24,14 +25,14 @@ class Grouped:
     """A weight [*O, *I] as a matrix of few bits, multiplied as it is stored.
 
     Attributes:
-        values: e4m3 numbers, or 4-bit ones, two to a byte (`pallas_kernels.quantized_product.layout`).
+        values: e4m3 numbers, or 4-bit ones, four to a word (`pallas_kernels.quantized_product.layout`).
         scales: of each row and group of inputs, in the dtype of the checkpoint; the number of groups says their size.
         zeros: zero points of 4-bit numbers; None is 8.
         order: which input each column of the matrix multiplies, where that is not its own number (GPTQ's act-order).
         inner: lengths of the axes of *I behind the first.
     """
 
-    values: UInt8[Array, "*O packed"] | Float8e4m3fn[Array, "*O I"]
+    values: UInt16[Array, "*O packed"] | Float8e4m3fn[Array, "*O I"]
     scales: Float[Array, "*O G"]
     zeros: UInt8[Array, "*O G"] | None = None
     order: Int[Array, " I"] | None = None
@@ -40,7 +41,7 @@ class Grouped:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight, [*O, *I]."""
-        inputs = self.values.shape[-1] * (2 if self.values.dtype == "uint8" else 1)
+        inputs = self.values.shape[-1] * (PLACES if self.values.dtype == "uint16" else 1)
         return (*self.values.shape[:-1], inputs // math.prod(self.inner), *self.inner)
 
     @property
