@@ -53,7 +53,7 @@ def encode(
 def new_job(
     state: ServerState, body: Body, request: Request, prefix: str, prompts: Sequence[list[int]], params: SamplingParams
 ) -> Job:
-    """A job of these prompts, each cut as the body asks.
+    """A job of these prompts, each cut as the body asks; the id of its answer begins with `prefix`.
 
     Raises:
         APIError: 400, a prompt leaves no room for an answer; 503, no engine serves.
@@ -72,7 +72,7 @@ def new_job(
     if unknown := unknown_fields(body):
         logger.debug("unknown fields of a request: %s", ", ".join(unknown)[:1000])
     return Job(
-        id=f"{prefix}-{client_id}",
+        id=f"{prefix}{client_id}",
         client_ids=[client_id] * len(fitted),
         prompts=fitted,
         params=[params] * len(fitted),

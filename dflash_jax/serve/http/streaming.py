@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from dflash_jax.serve.protocol import error_body, of_exception
+from dflash_jax.serve.protocol import APIError, error_body, of_exception
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -28,6 +28,16 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
+def named_event(body: dict[str, Any]) -> bytes:
+    """A JSON object as a server-sent event that has the object's `type` as its name."""
+    return b"event: " + body["type"].encode() + b"\n" + event(body)
+
+
+def error_events(error: APIError) -> list[bytes]:
+    """The end of a stream that has failed, as OpenAI's older APIs send it."""
+    return [event(error_body(error)), DONE]
+
+
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A response with a JSON body."""
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
@@ -37,22 +47,35 @@ class EventStream(StreamingResponse):
     """A response of server-sent events.
 
     However the response ends, even before it begins, the events' generator is closed, which aborts what runs. An
-    exception becomes the last event, since the status has been sent already.
+    exception becomes the last events, since the status has been sent already.
 
     Args:
         first: the first event; None if there are none.
         rest: further events.
         headers: of the response.
+        failure: makes the last events of an error.
     """
 
-    def __init__(self, first: asyncio.Future[bytes | None], rest: Events, headers: dict[str, str] | None = None):
-        self._first, self._rest = first, rest
+    def __init__(
+        self,
+        first: asyncio.Future[bytes | None],
+        rest: Events,
+        headers: dict[str, str] | None = None,
+        failure: Callable[[APIError], Iterable[bytes]] = error_events,
+    ):
+        self._first, self._rest, self._failure = first, rest, failure
         self._body = self._events()
         no_buffers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(self._body, headers=no_buffers | (headers or {}), media_type="text/event-stream")
 
     @classmethod
-    async def of(cls, events: Events, headers: dict[str, str] | None = None, patience: float = 1.0) -> EventStream:
+    async def of(
+        cls,
+        events: Events,
+        headers: dict[str, str] | None = None,
+        patience: float = 1.0,
+        failure: Callable[[APIError], Iterable[bytes]] = error_events,
+    ) -> EventStream:
         """A response that begins when the first event has come, or after `patience` seconds without one.
 
         So a request that is refused at once gets the status of its error.
@@ -68,7 +91,7 @@ class EventStream(StreamingResponse):
         except BaseException:
             first.cancel()
             raise
-        return cls(first, events, headers)
+        return cls(first, events, headers, failure)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events, then close their generator."""
@@ -91,8 +114,8 @@ class EventStream(StreamingResponse):
             api_error = of_exception(error)
             if api_error.status == 500:
                 logger.exception("a stream has failed")
-            yield event(error_body(api_error))
-            yield DONE
+            for last in self._failure(api_error):
+                yield last
 
 
 async def unless_left(request: Request, answer: Awaitable[Result]) -> Result | Response:

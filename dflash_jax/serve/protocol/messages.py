@@ -59,7 +59,7 @@ def _message(message: Any, path: str) -> dict[str, Any]:
         if message.get(key):
             raise APIError(f"{path}.{key} is not supported: {advice}.", param=f"{path}.{key}")
     kept = {key: value for key, value in message.items() if value is not None and key not in _UNSERVED}
-    kept["content"] = _content(message.get("content"), f"{path}.content")
+    kept["content"] = message_content(message.get("content"), f"{path}.content")
     for key in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         if not isinstance(kept.get(key, ""), str):
             message_ = f"{path}.{key}={shown(kept[key])} is not allowed: it must be a string."
@@ -76,7 +76,12 @@ def _message(message: Any, path: str) -> dict[str, Any]:
     return kept
 
 
-def _content(content: Any, path: str) -> str | list[dict[str, str]]:
+def message_content(content: Any, path: str) -> str | list[dict[str, str]]:
+    """The `content` of a message as `template_messages` gives it; `path` names it in errors.
+
+    Raises:
+        APIError: 400; it is neither a text nor a list of parts that are text.
+    """
     if content is None:
         return ""
     if isinstance(content, str):

@@ -127,7 +127,7 @@ def chat_router(state: ServerState) -> APIRouter:
 
     @router.post("/v1/chat/completions", response_model=None, summary="Answer a chat")
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-        chat = await _chat(state, body, request)
+        chat = await new_chat(state, body, request)
         headers = response_headers(state, chat.job)
         if body.stream:
             return await EventStream.of(_stream(chat), headers)
@@ -136,7 +136,15 @@ def chat_router(state: ServerState) -> APIRouter:
     return router
 
 
-async def _chat(state: ServerState, body: ChatCompletionRequest, request: Request) -> Chat:
+async def new_chat(
+    state: ServerState, body: ChatCompletionRequest, request: Request, prefix: str = "chatcmpl-"
+) -> Chat:
+    """The chat that a body asks for, rendered; the id of its answer begins with `prefix`.
+
+    Raises:
+        APIError: the request cannot be served; the error says why.
+        RequestError: the model has no chat template, or it refuses the messages.
+    """
     state.check_model(body.model)
     _check_tools(state, body)
     params = sampling_params(body, state.defaults, state.args.limits)
@@ -146,7 +154,7 @@ async def _chat(state: ServerState, body: ChatCompletionRequest, request: Reques
     if params.structured_outputs is not None and state.args.reasoning_parser and body.separate_reasoning:
         tokenizer = state.renderer.need_tokenizer("a chat")
         params = replace(params, reasoning_token_ids=reasoning_token_ids(tokenizer, text))
-    job = new_job(state, body, request, "chatcmpl", [token_ids], params)
+    job = new_job(state, body, request, prefix, [token_ids], params)
     log_request(state, job, text)
     return Chat(state, body, job, text)
 

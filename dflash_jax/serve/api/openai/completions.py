@@ -103,7 +103,7 @@ async def _completions(state: ServerState, body: CompletionRequest, request: Req
     params = sampling_params(body, state.defaults, state.args.limits)
     prompts = completion_prompts(body, state.args.limits)
     token_ids = await state.render(lambda: [_token_ids(state, body, prompt) for prompt in prompts])
-    job = new_job(state, body, request, "cmpl", token_ids, params)
+    job = new_job(state, body, request, "cmpl-", token_ids, params)
     log_request(state, job, prompts[0] if isinstance(prompts[0], str) else None)
     texts = [""] * len(prompts)
     if body.echo:
