@@ -19,6 +19,7 @@ from dflash_jax.serve.answers.metrics import log_stats
 from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.api.openai.chat import chat_router
 from dflash_jax.serve.api.openai.completions import completions_router
+from dflash_jax.serve.api.openai.responses import responses_router
 from dflash_jax.serve.api.openai.tokens import tokens_router
 from dflash_jax.serve.api.operations import operations_router
 from dflash_jax.serve.api.sglang.generate import generate_router
@@ -64,6 +65,7 @@ def create_app(state: ServerState, on_change: Callable[[], None] = lambda: None)
     for router in (
         chat_router(state),
         completions_router(state),
+        responses_router(state),
         generate_router(state),
         tokens_router(state),
         operations_router(state),

@@ -87,8 +87,13 @@ def assert_told(streams: Client, waits: Client, cause: str) -> None:
 
 def assert_out_of_service(live: Live) -> None:
     assert live.get("/health")[0] == 503
-    for path in ("/v1/completions", "/v1/chat/completions", "/generate"):
-        body = {"prompt": "a", "text": "a", "messages": [{"role": "user", "content": "a"}]}
+    messages = [{"role": "user", "content": "a"}]
+    for path, body in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/responses", {"input": messages}),
+        ("/generate", {"text": "a"}),
+    ):
         status, answer = live.post(path, body)
         assert (status, "died" in answer["error"]["message"]) == (503, True)
     assert live.post("/v1/completions", SHORT | {"stream": True})[0] == 503

@@ -17,6 +17,7 @@ from dflash_jax.serve.protocol.params import (
     prompt_too_long,
     sampling_params,
 )
+from dflash_jax.serve.protocol.responses import ResponsesRequest
 from dflash_jax.serve.protocol.sampling import StreamOptions
 from dflash_jax.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -28,6 +29,7 @@ __all__ = [
     "GenerateRequest",
     "Limits",
     "RequestBody",
+    "ResponsesRequest",
     "StreamOptions",
     "TokenizeRequest",
     "completion_prompts",
