@@ -17,16 +17,17 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from dflash_jax.base.errors import DFlashError
 from dflash_jax.serve.answers.metrics import log_stats
 from dflash_jax.serve.answers.server_state import ServerState
+from dflash_jax.serve.api.anthropic.messages import messages_router
 from dflash_jax.serve.api.openai.chat import chat_router
 from dflash_jax.serve.api.openai.completions import completions_router
 from dflash_jax.serve.api.openai.responses import responses_router
 from dflash_jax.serve.api.openai.tokens import tokens_router
 from dflash_jax.serve.api.operations import operations_router
 from dflash_jax.serve.api.sglang.generate import generate_router
+from dflash_jax.serve.http.errors import error_response
 from dflash_jax.serve.http.middleware import BoundedBody, Guard, HeadAsGet
 from dflash_jax.serve.http.page import page_router
-from dflash_jax.serve.http.streaming import json_response
-from dflash_jax.serve.protocol import APIError, error_body, of_exception, validation_error
+from dflash_jax.serve.protocol import APIError, of_exception, validation_error
 
 logger = logging.getLogger(__name__)
 RETRY_AFTER = 1  # seconds after which a client may ask again; the engine may be back, or the queue shorter
@@ -64,6 +65,7 @@ def create_app(state: ServerState, on_change: Callable[[], None] = lambda: None)
     )
     for router in (
         chat_router(state),
+        messages_router(state),
         completions_router(state),
         responses_router(state),
         generate_router(state),
@@ -113,4 +115,4 @@ def _response(request: Request, error: APIError) -> Response:
     """The answer that tells of an error; one line of the log tells the operator, whose users may see nothing of it."""
     logger.info("%s %s: %d, %s", request.method, request.url.path, error.status, error.message)
     headers = {"retry-after": str(RETRY_AFTER)} if error.status == 503 else None
-    return json_response(error_body(error), error.status, headers)
+    return error_response(request.scope, error, headers)

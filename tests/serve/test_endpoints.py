@@ -335,6 +335,8 @@ PLAIN = {
     "/v1/chat/completions": {"messages": HI},
     "/v1/completions": {"prompt": "a"},
     "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": HI, "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": HI},
     "/generate": {"text": "a"},
 }
 

@@ -11,9 +11,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash_jax.options.serve_args import Limits
+from dflash_jax.serve.http.errors import error_response
 from dflash_jax.serve.http.page import FILES as PAGE_FILES
-from dflash_jax.serve.http.streaming import json_response
-from dflash_jax.serve.protocol import APIError, error_body
+from dflash_jax.serve.protocol import APIError
 
 # Paths that need no key: the server's health, and the page, which asks its user for a key.
 OPEN_PATHS = frozenset({*PAGE_FILES, "/health", "/ping", "/version", "/metrics", "/load"})
@@ -38,14 +38,20 @@ class Guard:
         # A proxy may have left its own part of the path in place.
         is_open = scope["type"] != "http" or scope["path"].removeprefix(self._root_path) in OPEN_PATHS
         if not is_open and scope["method"] != "OPTIONS":
-            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            key_digest = hashlib.sha256(key.strip().encode()).digest()
-            matches = [hmac.compare_digest(key_digest, digest) for digest in self._digests]
-            if scheme.lower() != "bearer" or not any(matches):
-                error = APIError("this server needs a key; send it as 'Authorization: Bearer KEY'.", 401)
-                answer = json_response(error_body(error), 401, {"www-authenticate": "Bearer"})
+            headers = Headers(scope=scope)
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            bearer = token if scheme.lower() == "bearer" else ""
+            matches = [self._is_key(key.strip()) for key in (bearer, headers.get("x-api-key", ""))]
+            if not any(matches):
+                error = APIError("this server needs a key; send it as 'Authorization: Bearer KEY' or x-api-key.", 401)
+                answer = error_response(scope, error, {"www-authenticate": "Bearer"})
                 return await answer(scope, receive, send)
         await self._app(scope, receive, send)
+
+    def _is_key(self, key: str) -> bool:
+        key_digest = hashlib.sha256(key.encode()).digest()
+        matches = [hmac.compare_digest(key_digest, digest) for digest in self._digests]
+        return any(matches)
 
 
 class HeadAsGet:
@@ -77,7 +83,7 @@ class BoundedBody:
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
         if (error := self._refusal(headers)) is not None:
-            return await json_response(error_body(error), error.status)(scope, receive, send)
+            return await error_response(scope, error)(scope, receive, send)
         await self._app(scope, self._bounded(receive), send)
 
     def _refusal(self, headers: Headers) -> APIError | None:

@@ -4,6 +4,7 @@ The package knows no web framework. A body becomes a request by `parse`, or by F
 FastAPI's handlers turn it, and every other exception, into an answer with `of_exception`.
 """
 
+from dflash_jax.serve.protocol.anthropic import CountTokensRequest, MessagesRequest, anthropic_error_body
 from dflash_jax.serve.protocol.base import RequestBody, parse, unknown_fields
 from dflash_jax.serve.protocol.chat import ChatCompletionRequest
 from dflash_jax.serve.protocol.completion import CompletionRequest
@@ -25,13 +26,16 @@ __all__ = [
     "APIError",
     "ChatCompletionRequest",
     "CompletionRequest",
+    "CountTokensRequest",
     "DetokenizeRequest",
     "GenerateRequest",
     "Limits",
+    "MessagesRequest",
     "RequestBody",
     "ResponsesRequest",
     "StreamOptions",
     "TokenizeRequest",
+    "anthropic_error_body",
     "completion_prompts",
     "error_body",
     "fit_prompt",

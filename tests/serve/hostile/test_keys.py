@@ -2,9 +2,10 @@
 
 import json
 
+import httpx
 import pytest
 
-from tests.serve.hostile.attack import HELLO, KEYS, NORMAL, raw, request, status_of
+from tests.serve.hostile.attack import HELLO, KEYS, NORMAL, PATIENCE, raw, request, status_of
 from tests.serve.live import NAME
 
 
@@ -36,6 +37,30 @@ def test_every_key_lets_in(server):
         assert server.get("/v1/models", key)[0] == 200
     status, body = server.post("/v1/completions", HELLO, "wrong")
     assert (status, body["error"]["type"]) == (401, "UnauthorizedError")
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (b"x-api-key: " + KEYS[1].encode(), 200),
+        (b"x-api-key: " + KEYS[1].encode() + b"\r\nauthorization: Bearer wrong", 200),
+        (b"x-api-key: wrong\r\nauthorization: Bearer " + KEYS[0].encode(), 200),
+        (b"x-api-key: wrong", 401),
+        (b"x-api-key: Bearer " + KEYS[0].encode(), 401),
+        (b"x-api-key:", 401),
+    ],
+)
+def test_anthropics_header(server, header, status):
+    data = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" + header + b"\r\n\r\n"
+    assert status_of(raw(server, data)) == status
+
+
+def test_a_refused_message_is_told_so_in_anthropics_form(server):
+    status, body = server.post("/v1/messages?beta=true", {}, "wrong")
+    assert (status, body["type"], body["error"]["type"]) == (401, "error", "authentication_error")
+    headers = {"authorization": f"Bearer {KEYS[0]}", "content-type": "text/plain"}
+    answer = httpx.post(f"{server.base}/v1/messages", content=b"Hi", headers=headers, timeout=PATIENCE)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (415, "invalid_request_error")
 
 
 def test_bytes_that_are_no_text_in_headers(server):
