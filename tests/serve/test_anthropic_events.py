@@ -9,9 +9,9 @@ import pytest
 from dflash_jax.base.values import SamplingParams
 from dflash_jax.serve.answers.events import ChatEvents
 from dflash_jax.serve.answers.jobs import Job
-from dflash_jax.serve.api.anthropic.events import SIGNATURE, MessageStream, failure, frame, whole_message
+from dflash_jax.serve.api.anthropic.events import SIGNATURE, MessageStream, failure, whole_message
 from dflash_jax.serve.engine_link.link_messages import CompletionDelta
-from dflash_jax.serve.http.streaming import EventStream
+from dflash_jax.serve.http.streaming import EventStream, named_event
 from dflash_jax.serve.protocol import APIError, anthropic_error_body
 from dflash_jax.text.parsing import OutputParser
 
@@ -64,7 +64,7 @@ def events_of(text_, finish_reason="stop", stop_reason=None, size=3, **options):
             job.num_cached_tokens = 3
             events += stream.end(delta, event.finish_reason)
     for event in events:
-        name, data = frame(event).decode().removesuffix("\n\n").split("\n")
+        name, data = named_event(event).decode().removesuffix("\n\n").split("\n")
         assert (name, json.loads(data.removeprefix("data: "))) == (f"event: {event['type']}", event)
     whole_job, chat_events = reader()
     whole_job.num_tokens, whole_job.num_cached_tokens = len(text_), 3

@@ -6,11 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
 from dflash_jax.serve.answers.events import ChatEvent
 from dflash_jax.serve.answers.jobs import Job
 from dflash_jax.serve.engine_link.link_messages import CompletionDelta
+from dflash_jax.serve.http.streaming import named_event
 from dflash_jax.serve.protocol import APIError, anthropic_error_body
 from dflash_jax.text.parsing import Delta, ToolCallDelta, collect
 
@@ -20,14 +19,9 @@ PING = {"type": "ping"}
 Event = dict[str, Any]
 
 
-def frame(event: Event) -> bytes:
-    """An event as a server-sent event, which is named by its type."""
-    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))
-
-
 def failure(error: APIError, request_id: str) -> list[bytes]:
     """The end of a stream that has failed."""
-    return [frame(anthropic_error_body(error, request_id))]
+    return [named_event(anthropic_error_body(error, request_id))]
 
 
 def usage_of(job: Job, num_cached_tokens: int) -> Event:

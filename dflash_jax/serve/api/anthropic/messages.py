@@ -16,11 +16,11 @@ from dflash_jax.serve.answers.events import ChatEvents
 from dflash_jax.serve.answers.jobs import follow, without_keepalives
 from dflash_jax.serve.answers.requests import response_headers
 from dflash_jax.serve.answers.server_state import ServerState
-from dflash_jax.serve.api.anthropic.events import PING, Event, MessageStream, failure, frame, whole_message
+from dflash_jax.serve.api.anthropic.events import PING, Event, MessageStream, failure, whole_message
 from dflash_jax.serve.api.openai.chat import Chat, chat_text, new_chat
 from dflash_jax.serve.engine_link.link_messages import RequestDelta
 from dflash_jax.serve.http.errors import request_id_of
-from dflash_jax.serve.http.streaming import KEEP_ALIVE, Events, EventStream, json_response, unless_left
+from dflash_jax.serve.http.streaming import KEEP_ALIVE, Events, EventStream, json_response, named_event, unless_left
 from dflash_jax.serve.protocol import CountTokensRequest, MessagesRequest
 
 logger = logging.getLogger(__name__)
@@ -86,15 +86,15 @@ async def _stream(chat: Chat) -> Events:
     async with aclosing(follow(state, chat.job, state.args.sse_keep_alive_interval or None)) as deltas:
         async for prompt_and_delta in deltas:
             if prompt_and_delta is None:
-                yield frame(PING) if has_begun else KEEP_ALIVE
+                yield named_event(PING) if has_begun else KEEP_ALIVE
                 continue
             _, delta = prompt_and_delta
             if not has_begun:
                 has_begun = True
                 for event in stream.begin(delta.num_cached_tokens):
-                    yield frame(event)
+                    yield named_event(event)
             for event in _gained(delta, buffer, events, stream):
-                yield frame(event)
+                yield named_event(event)
 
 
 def _gained(delta: RequestDelta, buffer: ChunkBuffer, events: ChatEvents, stream: MessageStream) -> Iterator[Event]:
