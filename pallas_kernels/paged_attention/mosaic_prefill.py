@@ -252,18 +252,6 @@ def _consume(work: _Work, me: Any, token: Any, scores_scale: Any, args: Argument
     queries = _compat.smem_load(s["q_s"].at[me], wgmma)  # in registers, which spares shared memory a third of its reads
     first, end = work.steps
 
-    def score(scores: Any, i: Any) -> None:
-        slot = lax.rem(i, _STAGES)
-        plgpu.barrier_wait(s["k_full"].at[slot])
-        plgpu.wgmma(scores, queries, _compat.smem_transpose(s["k_s"].at[slot]))
-
-    def add(acc: Any, weights: jax.Array, i: Any, masked: bool) -> None:
-        values = s["v_s"].at[lax.rem(i, _STAGES)]
-        plgpu.barrier_wait(s["v_full"].at[lax.rem(i, _STAGES)])
-        if masked:
-            work.clear_unseen(values, first + i)
-        plgpu.wgmma(acc, weights, values)
-
     def softmax(i: Any, scores: jax.Array, sums: _Sums, masked: bool) -> tuple[jax.Array, _Sums]:
         """The weights of a step's values, and sums rescaled so that the weighted values can be added."""
         plgpu.barrier_arrive(s["k_empty"].at[lax.rem(i, _STAGES)])
@@ -280,23 +268,23 @@ def _consume(work: _Work, me: Any, token: Any, scores_scale: Any, args: Argument
         return weights.astype(s["v_s"].dtype), (acc * across(shrink, H), new, total)
 
     def begin(i: Any, carry: Any) -> Any:
-        scores = pl.run_state(lambda ref: score(ref, i))(plgpu.ACC.init(no_scores))
+        scores = pl.run_state(lambda ref: _score(ref, queries, i, s))(plgpu.ACC.init(no_scores))
         return softmax(i, scores, carry[1], True)
 
     def step(i: Any, carry: Any, masked: bool) -> Any:
-        weights, (acc, highest, total) = carry
+        last, (weights, (acc, highest, total)) = i - 1, carry
 
         def run(refs: Any) -> None:
-            add(refs[0], weights, i - 1, masked)
-            score(refs[1], i)
+            _add(work, refs[0], weights, last, first + last if masked else None, s)
+            _score(refs[1], queries, i, s)
 
         acc, scores = pl.run_state(run)((plgpu.ACC.init(acc), plgpu.ACC.init(no_scores)))
-        plgpu.barrier_arrive(s["v_empty"].at[lax.rem(i - 1, _STAGES)])
+        plgpu.barrier_arrive(s["v_empty"].at[lax.rem(last, _STAGES)])
         return softmax(i, scores, (acc, highest, total), masked)
 
     def finish(i: Any, carry: Any) -> Any:
         weights, (acc, highest, total) = carry
-        acc = pl.run_state(lambda ref: add(ref, weights, i, True))(plgpu.ACC.init(acc))
+        acc = pl.run_state(lambda ref: _add(work, ref, weights, i, first + i, s))(plgpu.ACC.init(acc))
         return weights, (acc, highest, total)
 
     no_scores = plgpu.layout_cast(jnp.zeros((ROWS, keys), jnp.float32), wgmma)
@@ -311,3 +299,22 @@ def _consume(work: _Work, me: Any, token: Any, scores_scale: Any, args: Argument
     for start, stop, masked in ((1, plain_from, True), (plain_from, plain_to, False), (plain_to, count, True)):
         carry = lax.fori_loop(start, stop, functools.partial(step, masked=masked), carry)
     return lax.fori_loop(jnp.maximum(count - 1, 0), count, finish, carry)[1]
+
+
+def _score(scores: Any, queries: jax.Array, i: Any, s: dict[str, Any]) -> None:
+    """Start the products of a consumer's queries with the keys of step i, once these are in the ring."""
+    slot = lax.rem(i, _STAGES)
+    plgpu.barrier_wait(s["k_full"].at[slot])
+    plgpu.wgmma(scores, queries, _compat.smem_transpose(s["k_s"].at[slot]))
+
+
+def _add(work: _Work, acc: Any, weights: jax.Array, i: Any, cleared: Any, s: dict[str, Any]) -> None:
+    """Start to add the weighted values of step i, once these are in the ring.
+
+    Where ``cleared`` is not None, it is the step's number in the sequence, and values that no row sees are zeroed.
+    """
+    slot = lax.rem(i, _STAGES)
+    plgpu.barrier_wait(s["v_full"].at[slot])
+    if cleared is not None:
+        work.clear_unseen(s["v_s"].at[slot], cleared)
+    plgpu.wgmma(acc, weights, s["v_s"].at[slot])
