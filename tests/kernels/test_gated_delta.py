@@ -15,6 +15,7 @@ P, G, TAPS, HK, HV, DK, DV = 6, 8, 4, 2, 6, 32, 16
 BEFORE, R = TAPS - 1, HV // HK
 C = 2 * DK + R * DV
 FORMS = ("recurrence", "rows", "tf32x3", "bf16x6", "bf16x3")
+LONG = pytest.mark.long
 TOLD_APART = FORMS if ON_GPU else FORMS[:3]  # a CPU makes the same float32 product for the others
 
 
@@ -91,7 +92,7 @@ def by_hand(inputs, gates, w, dk=DK):
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
 
 
-@pytest.mark.parametrize("T", [1, 2, 3, 4, G, G + 2, 63, 64, 65, 130])
+@pytest.mark.parametrize("T", [1, 4, G + 2, 64, 130, *(pytest.param(T, marks=LONG) for T in (2, 3, G, 63, 65))])
 def test_prefill_is_the_recurrence(T):
     inputs, gates = prompts(T)
     outputs, kept = prefill(garbage(), weights(), ints(3), jnp.array([True]), inputs[None], gates[None], ints(T))
@@ -130,7 +131,7 @@ def cuts(total, rng):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=LONG) for seed in (2, 3))])
 def test_states_and_outputs_are_bit_for_bit_those_of_decoding(seed, dtype):
     """Whatever the lengths of blocks, how they are padded, how much is accepted, and who commits it.
 
@@ -188,7 +189,9 @@ def test_a_block_becomes_the_tape(implementation):
     np.testing.assert_array_equal(kept.gates[2, :5], gates[0])
 
 
-@pytest.mark.parametrize("pieces", [(1, 1, 98), (2, 98), (64, 36), (70, 30), (37, 63), (3, 0, 97)])
+@pytest.mark.parametrize(
+    "pieces", [(1, 1, 98), (64, 36), (3, 0, 97), *(pytest.param(p, marks=LONG) for p in ((2, 98), (70, 30), (37, 63)))]
+)
 def test_prefill_in_pieces_is_prefill_at_once(pieces):
     inputs, gates = prompts(sum(pieces))
     whole = prefill(garbage(), weights(), ints(2), jnp.array([True]), inputs[None], gates[None], ints(len(inputs)))
@@ -245,7 +248,7 @@ def test_prefill_from_zeros_has_gradients():
         return jnp.where(is_token, outputs, 0).sum() + jnp.square(kept.state[:2]).sum()
 
     arguments = inputs.at[1, 5:].set(jnp.nan), gates.at[1, 5:].set(jnp.nan), weights()
-    gradients = jax.grad(loss, argnums=(0, 1, 2))(*arguments)
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arguments)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
     clean = jax.tree.map(lambda x: jnp.where(jnp.isnan(x), 0, x), arguments)
     rng = np.random.default_rng(0)
@@ -290,7 +293,7 @@ def kept_shapes(dtype=jnp.bfloat16, tape=16, key_dim=128):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("T", [1, 5, 16])
+@pytest.mark.parametrize("T", [16, *(pytest.param(T, marks=LONG) for T in (1, 5))])
 def test_verify_and_fold_lower_for_cuda(form, T):
     struct, numbers = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((4,), jnp.int32)
     kept, w = kept_shapes()

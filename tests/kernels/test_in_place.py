@@ -13,12 +13,13 @@ import pytest
 from dflash_jax import LLM
 from dflash_jax.engine.device.shapes import StepShape
 from pallas_kernels import Rotary, paged_attention, write_kv
-from tests.kernels.cases import BF16, PAGE_DTYPES, cuda_lowering
+from tests.kernels.cases import BF16, E4M3, E5M2, PAGE_DTYPES, cuda_lowering
 from tests.kernels.conftest import ATTENTION, ON_GPU
 from tests.pairs import DRAFT, TARGET, write_model
 
 B, T, N, K, S, H, M, P = 2, 4, 8, 2, 64, 128, 3, 11
 LAYERS = 3
+LONG = pytest.mark.long
 
 
 def step(pools, heads, slots, rotary, page_table, kv_length, *, attention, write, interpret):
@@ -134,8 +135,10 @@ def test_the_write_aliases_its_pools_for_cuda():
         assert f"output_tuple_indices = [{i}], operand_index = {i}" in call
 
 
-@pytest.mark.parametrize("rotates", [False, True])
-@pytest.mark.parametrize("dtype", PAGE_DTYPES, ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize(
+    ("dtype", "rotates"),
+    [(BF16, False), (BF16, True), (E4M3, True), *(pytest.param(*x, marks=LONG) for x in ((E4M3, False), (E5M2, True)))],
+)
 def test_interpreted_kernels_chain_as_the_reference_does(dtype, rotates):
     attention, write = ("triton", "triton")
 
@@ -145,9 +148,9 @@ def test_interpreted_kernels_chain_as_the_reference_does(dtype, rotates):
         chain = jax.jit(functools.partial(step, **how), compiler_options=as_written)
         return chain(pools, heads, slots, rotary if rotates else None, *rest)
 
-    found = run(attention=attention, write=write, interpret=not ON_GPU)
+    interpreted = run(attention=attention, write=write, interpret=not ON_GPU)
     expected = run(attention="reference", write="reference", interpret=False)
-    for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(expected[0]), strict=True):
+    for x, y in zip(jax.tree.leaves(interpreted[0]), jax.tree.leaves(expected[0]), strict=True):
         moved = 0.01 * B * T * K * H if rotates else 0  # squares summed in another order move a few
         assert np.sum(np.asarray(x) != np.asarray(y)) <= moved
-    np.testing.assert_allclose(np.asarray(found[1], np.float32), np.asarray(expected[1], np.float32), atol=0.02)
+    np.testing.assert_allclose(np.asarray(interpreted[1], np.float32), np.asarray(expected[1], np.float32), atol=0.02)

@@ -15,6 +15,7 @@ from pallas_kernels import _compat, paged_attention
 from pallas_kernels.paged_attention import mosaic, triton
 from pallas_kernels.paged_attention.arguments import checked
 from tests.kernels.cases import BF16, E4M3, E5M2, F32, PAGE_DTYPES, Geometry, brute_force, error, random_call
+from tests.kernels.conftest import ON_GPU
 
 GEOMETRIES = [
     Geometry(B=3, T=1, N=4, K=2),
@@ -29,15 +30,21 @@ GEOMETRIES = [
     Geometry(B=2, T=16, N=16, K=1, S=64, M=5, dtype=E5M2, window=70),
     Geometry(B=1, T=70, N=4, K=2, S=32, M=5),
     Geometry(B=2, T=40, N=2, K=1, S=32, dtype=E4M3, window=33),
-    Geometry(B=2, T=130, N=3, K=1, S=64, M=5, window=70),  # from here on the Mosaic kernel is the one of long chunks
-    Geometry(B=1, T=70, N=5, K=1, H=128, S=64, M=3, mask="block", window=90),
+    Geometry(B=1, T=70, N=5, K=1, H=128, S=64, M=3, mask="block", window=90),  # here Mosaic's is that of long chunks
+]
+LONG_CHUNKS = [  # more for that kernel; all others do with them what they do with shorter ones
+    Geometry(B=2, T=130, N=3, K=1, S=64, M=5, window=70),
     Geometry(B=1, T=65, N=4, K=1, S=64, M=4, mask="block"),
     Geometry(B=2, T=100, N=4, K=1, H=128, S=64, M=4, dtype=E4M3),
     Geometry(B=1, T=70, N=8, K=2, S=64, M=4, dtype=E5M2, window=50),
 ]
 # 11 of the 40 seconds of all geometries, interpreted; shorter long chunks have the same parts.
 LONGEST = pytest.param(Geometry(B=2, T=150, N=4, K=2, H=128, S=64, M=5), marks=pytest.mark.long, id="longest")
-by_name = pytest.mark.parametrize("geometry", [*GEOMETRIES, LONGEST], ids=str)
+by_name = pytest.mark.parametrize(
+    "geometry",
+    [*GEOMETRIES, *(pytest.param(g, marks=() if ON_GPU else pytest.mark.long) for g in LONG_CHUNKS), LONGEST],
+    ids=str,
+)
 relaxed = settings(
     max_examples=20 if jax.default_backend() == "gpu" else 6,
     deadline=None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -54,11 +55,11 @@ def at_once(k_pages, v_pages, heads, slots, rotary, norms, scale, **how):
 def one_by_one(k_pages, v_pages, heads, slots, rotary, norms, scale, **how):
     heads = jnp.concatenate(heads, axis=-2)
     for layer, first_page in FIRST_PAGES.items():
-        own = heads[..., 2 * layer : 2 * layer + 2, :]
+        of_layer = heads[..., 2 * layer : 2 * layer + 2, :]
         own_slots = jnp.where(slots < 0, -1, slots + first_page * S)
         own_rotary = dataclasses.replace(rotary, k_norm=norms[layer])
         factors = {name: x[layer] for name, x in scale.items()}
-        _, k_pages, v_pages = write_kv(k_pages, v_pages, own, own_slots, own_rotary, **factors, **how)
+        _, k_pages, v_pages = write_kv(k_pages, v_pages, of_layer, own_slots, own_rotary, **factors, **how)
     return k_pages, v_pages
 
 
@@ -68,20 +69,30 @@ def run(function, *operands, **how):
     return [np.asarray(x) for x in compiled.compile({"xla_allow_excess_precision": False})(*operands)]
 
 
+KINDS = [(BF16, BF16), (F32, F32), (BF16, E4M3), (F32, E4M3), (BF16, E5M2)]  # of heads and pages
+FIRST_KINDS = (BF16, BF16), (F32, E4M3)  # the others differ from these in norms and parts as in dtypes alone
+
+
+def same_bits_cases():
+    """Heads and pages of all kinds, whole and with norms; parts and heads without norms of the first ones."""
+    for kind, norms, joined in itertools.product(KINDS, ("norms", "no norms"), (True, False)):
+        is_one_more = (norms, joined) != ("norms", True) and (
+            kind not in FIRST_KINDS or (norms == "no norms" and not joined)
+        )
+        name = "-".join([*map(name_of, kind), norms, "joined" if joined else "apart"])
+        yield pytest.param(*kind, norms, joined, id=name, marks=pytest.mark.long if is_one_more else ())
+
+
 @by_implementation
-@pytest.mark.parametrize("joined", [True, False], ids=["joined", "apart"])
-@pytest.mark.parametrize("norms", ["norms", "no norms"])
-@pytest.mark.parametrize(
-    ("dtype", "pages"), [(BF16, BF16), (F32, F32), (BF16, E4M3), (F32, E4M3), (BF16, E5M2)], ids=name_of
-)
+@pytest.mark.parametrize(("dtype", "pages", "norms", "joined"), [*same_bits_cases()])
 def test_the_same_bits_as_layer_by_layer(implementation, interpret, joined, norms, dtype, pages):
     heads, rotary, weights = context(dtype, norms, joined)
     operands = (*pools(pages, shape=SHAPE), heads, some_slots(), rotary, weights, scales())
-    found, expected = (
+    outputs, expected = (
         run(function, *operands, implementation=implementation, interpret=interpret)
         for function in (at_once, one_by_one)
     )
-    for x, y, before in zip(found, expected, operands, strict=False):
+    for x, y, before in zip(outputs, expected, operands, strict=False):
         same_bits(x, y)
         assert np.sum((x != before).any(axis=(1, 3))) == len(FIRST_PAGES) * (T - 3)  # each where no other wrote
 
@@ -119,8 +130,8 @@ def test_leading_axes_are_tokens(implementation, interpret, tokens):
     how = {"implementation": implementation, "interpret": interpret}
     flat = run(at_once, *pools(BF16, shape=SHAPE), heads, slots, rotary, weights, {}, **how)
     heads, slots, rotary = jax.tree.map(lambda x: x.reshape((*tokens, *x.shape[1:])), (heads, slots, rotary))
-    found = run(at_once, *pools(BF16, shape=SHAPE), heads, slots, rotary, weights, {}, **how)
-    for x, y, before in zip(found, flat, pools(BF16, shape=SHAPE), strict=True):
+    outputs = run(at_once, *pools(BF16, shape=SHAPE), heads, slots, rotary, weights, {}, **how)
+    for x, y, before in zip(outputs, flat, pools(BF16, shape=SHAPE), strict=True):
         same_bits(x, y)
         assert (x != before).any() == (n > 0)
 
