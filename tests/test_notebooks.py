@@ -7,8 +7,30 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.pairs import RECITER
+
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 CELL_SECONDS = 600  # a cell that takes longer hangs
+MODELS = [f'"{RECITER / name}"' for name in ("target", "draft")]  # with few layers to compile
+SMALLER = {  # what a test changes: every cell runs, on fewer tokens and with fewer and smaller programs
+    "1_first_generation": {
+        "max_tokens=128": "max_tokens=32",
+        '"max_tokens": 128': '"max_tokens": 32',
+        "in prompts]": "in prompts[:2]]",
+    },
+    "2_train_a_drafter": {
+        'EMBEDDED / "target"': f"Path({MODELS[0]})",
+        "--target-layer-ids 3 7 11 13": "--target-layer-ids 0 1",
+        "NUM_PROMPTS, LINES = 20, 3": "NUM_PROMPTS, LINES = 8, 3",
+        "--max-num-seqs 4": "--max-num-seqs 1",
+        "--epochs 60": "--epochs 16",
+        "--eval-samples 4 --eval-max-tokens 32": "--eval-samples 2 --eval-max-tokens 16",
+    },
+    "3_roofline_of_a_round": {
+        "LLM(num": f"LLM({', '.join(MODELS)}, num",
+        "BATCHES = (1, 16)": "BATCHES = (1, 2)",
+    },
+}
 
 
 def test_there_are_notebooks():
@@ -40,9 +62,20 @@ def test_measured_figures_are_those_of_the_readme():
         assert {batch: figures[batch] for batch in shown} == shown
 
 
+def make_smaller(notebook, changes):
+    for old, new in changes.items():
+        cells = [cell for cell in notebook.cells if cell.cell_type == "code" and old in cell.source]
+        assert cells, f"no cell has {old!r}"
+        for cell in cells:
+            cell.source = cell.source.replace(old, new)
+
+
+@pytest.mark.parametrize("size", ["smaller", pytest.param("as shipped", marks=pytest.mark.long)])
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs_top_to_bottom(path, tmp_path):
+def test_runs_top_to_bottom(path, size, tmp_path):
     notebook = nbformat.read(path, as_version=4)
+    if size == "smaller":
+        make_smaller(notebook, SMALLER[path.stem])
     resources = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=CELL_SECONDS, kernel_name="python3", resources=resources).execute()
     assert not any(tmp_path.iterdir())  # they leave nothing behind where they are started
