@@ -18,7 +18,8 @@ from tests.serve.live import MODEL, START_SECONDS, Live, free_port, is_running, 
 
 ENDLESS = {"prompt": ["a"] * 64, "max_tokens": 3000, "ignore_eos": True, "speculation": False, "temperature": 0}
 SHORT = {"prompt": "You may reproduce and distribute copies of the", "max_tokens": 48, "temperature": 0}
-SLOWLY = "--max-num-seqs=1"  # so that 64 prompts take their time
+# So that 64 prompts take their time, and programs of few lengths are compiled.
+SLOWLY = ("--max-num-seqs=1", "--num-speculative-tokens=15")
 
 
 class Client(threading.Thread):
@@ -104,7 +105,7 @@ def assert_out_of_service(live: Live) -> None:
 
 
 def test_an_engine_that_is_killed(tmp_path):
-    with serving(tmp_path, SLOWLY) as live:
+    with serving(tmp_path, *SLOWLY) as live:
         clients = busy(live)
         pid = kill_engine(live)
         assert_told(*clients, "the engine process has died")
@@ -115,7 +116,7 @@ def test_an_engine_that_is_killed(tmp_path):
 
 
 def test_an_engine_that_is_killed_and_started_again(tmp_path):
-    with serving(tmp_path, SLOWLY, "--restart-engine") as live:
+    with serving(tmp_path, *SLOWLY, "--restart-engine") as live:
         expected = live.post("/v1/completions", SHORT)[1]["choices"][0]["text"]
         counted = ("prompt_tokens_total", "generation_tokens_total", "spec_decode_num_drafts_total")
         clients = busy(live)
@@ -171,8 +172,8 @@ def refuses_connections(live: Live) -> bool:
 
 
 def test_sigterm_lets_what_runs_end(tmp_path):
-    with serving(tmp_path, SLOWLY, "--shutdown-timeout=100") as live:
-        body = {**ENDLESS, "prompt": ["a"] * 8, "max_tokens": 400}
+    with serving(tmp_path, *SLOWLY, "--shutdown-timeout=100") as live:
+        body = {**ENDLESS, "prompt": ["a"] * 8, "max_tokens": 150}
         streams = Client(live, body | {"stream": True})
         assert streams.has_begun.wait(START_SECONDS)
         waits = Client(live, body)  # second in the queue
@@ -194,7 +195,7 @@ def test_sigterm_lets_what_runs_end(tmp_path):
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_second_signal_stops_at_once(tmp_path, second):
-    with serving(tmp_path, SLOWLY, "--shutdown-timeout=1000") as live:
+    with serving(tmp_path, *SLOWLY, "--shutdown-timeout=1000") as live:
         clients = busy(live)
         pid = live.engine_pid
         live.process.terminate()
@@ -208,7 +209,7 @@ def test_a_second_signal_stops_at_once(tmp_path, second):
 
 
 def test_no_time_to_end(tmp_path):
-    with serving(tmp_path, SLOWLY, "--shutdown-timeout=0") as live:
+    with serving(tmp_path, *SLOWLY, "--shutdown-timeout=0") as live:
         clients = busy(live)
         pid = live.engine_pid
         assert stop(live) == 0
