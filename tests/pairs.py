@@ -134,7 +134,7 @@ def golden_llm(name: str, *, drafter: bool = True, **options) -> LLM:
     Programs depend on the number of slots: with the same one everywhere, most tests find theirs compiled.
     """
     folder = GOLDEN / name
-    options.setdefault("max_num_seqs", 4)
+    options.setdefault("max_num_seqs", 2)
     if not drafter:
         return LLM(folder / "target", dtype="float32", **options)
     raw = json.loads((folder / "draft" / "config.json").read_text())

@@ -8,7 +8,7 @@ import pytest
 
 from dflash_jax import LLM, AsyncLLM, EngineDeadError, QueueFullError, RequestError, SamplingParams
 from dflash_jax.engine.host import request as request_module
-from tests.pairs import GOLDEN, assert_empty, golden_cases, greedy, prompt, tokens_of
+from tests.pairs import GOLDEN, assert_empty, golden_cases, golden_llm, greedy, prompt, tokens_of
 
 PAIR = "qwen3_swa_tied"
 CASES = golden_cases(PAIR)
@@ -16,7 +16,7 @@ CASES = golden_cases(PAIR)
 
 def engine(**options):
     folder = GOLDEN / PAIR
-    options = {"compile_at_start": False, "max_num_seqs": 4, "page_size": 8, "num_speculative_tokens": 15} | options
+    options = {"compile_at_start": False, "max_num_seqs": 2, "page_size": 8, "num_speculative_tokens": 15} | options
     return AsyncLLM(folder / "target", folder / "draft", dtype="float32", **options)
 
 
@@ -40,11 +40,11 @@ async def last(stream):
 def test_answers_are_those_of_llm():
     params = [greedy(80), SamplingParams(temperature=0.8, seed=1, n=2, max_tokens=30, ignore_eos=True)]
     prompts = [prompt(*case["input_ids"]) for case in CASES]
-    alone = LLM(GOLDEN / PAIR / "target", dtype="float32", max_num_seqs=4)
-    expected = [tokens_of([output]) for each in params for output in alone.generate(prompts, each)]
+    alone = LLM(GOLDEN / PAIR / "target", dtype="float32", max_num_seqs=2)
+    expected = [tokens_of([output]) for one in params for output in alone.generate(prompts, one)]
 
     async def scenario(llm):
-        outputs = await asyncio.gather(*(last(llm.generate(p, each)) for each in params for p in prompts))
+        outputs = await asyncio.gather(*(last(llm.generate(p, one)) for one in params for p in prompts))
         assert [tokens_of([output]) for output in outputs] == expected
         assert all(output.finished for output in outputs)
 
@@ -63,13 +63,13 @@ def test_outputs_grow():
 
 def test_leaving_aborting_and_cancelling():
     async def scenario(llm):
-        given = prompt(*CASES[0]["input_ids"])
-        leaving = llm.generate(given, greedy(80))
+        one_prompt = prompt(*CASES[0]["input_ids"])
+        leaving = llm.generate(one_prompt, greedy(80))
         async for _ in leaving:
             break
         await leaving.aclose()
 
-        aborted = llm.generate(given, greedy(80), request_id="mine")
+        aborted = llm.generate(one_prompt, greedy(80), request_id="mine")
         await anext(aborted)
         await llm.abort("mine")
         output = await last(aborted)
@@ -78,27 +78,27 @@ def test_leaving_aborting_and_cancelling():
         await llm.abort("nobody's")
 
         async def cancelled_midway():
-            async for _ in llm.generate(given, greedy(80)):
+            async for _ in llm.generate(one_prompt, greedy(80)):
                 asyncio.current_task().cancel()
 
         with pytest.raises(asyncio.CancelledError):
             await asyncio.create_task(cancelled_midway())
-        assert tokens_of([await last(llm.generate(given, greedy(80)))]) == [CASES[0]["output_ids"]]
+        assert tokens_of([await last(llm.generate(one_prompt, greedy(80)))]) == [CASES[0]["output_ids"]]
 
     run(scenario)
 
 
 def test_bad_requests_and_full_queues_hurt_nobody():
     async def scenario(llm):
-        given = prompt(*CASES[0]["input_ids"])
-        running = llm.generate(given, greedy(80), request_id="first")
+        one_prompt = prompt(*CASES[0]["input_ids"])
+        running = llm.generate(one_prompt, greedy(80), request_id="first")
         await anext(running)
         with pytest.raises(RequestError, match="'first' is taken"):
-            await last(llm.generate(given, greedy(4), request_id="first"))
+            await last(llm.generate(one_prompt, greedy(4), request_id="first"))
         with pytest.raises(RequestError, match="vocabulary"):
             await last(llm.generate(prompt(10**6), greedy(4)))
         with pytest.raises(QueueFullError, match="max_num_queued_seqs=2"):
-            await last(llm.generate(given, greedy(4, n=3)))
+            await last(llm.generate(one_prompt, greedy(4, n=3)))
         assert (await last(running)).outputs[0].token_ids == CASES[0]["output_ids"]
 
     run(scenario, max_num_queued_seqs=2)
@@ -154,7 +154,7 @@ def test_outputs_are_made_where_they_are_read(monkeypatch):
 
 def test_a_snapshot_is_of_its_time():
     """Whatever is appended to the shared lists between taking it and reading it."""
-    llm = LLM(GOLDEN / PAIR / "target", GOLDEN / PAIR / "draft", dtype="float32", page_size=8)
+    llm = golden_llm(PAIR, page_size=8, max_num_seqs=2)
     params = greedy(30, n=2, logprobs=1, prompt_logprobs=1)
     request = llm.frontend.request(prompt(*CASES[0]["input_ids"]), params)
     pairs = [(request.snapshot(), request.output()) for _ in llm.engine.run(request.sequences)]
@@ -177,14 +177,14 @@ def test_books_that_contradict_themselves_end_no_engine(monkeypatch, caplog):
         check, publish = scheduler.check_integrity, llm._thread._publish
         monkeypatch.setattr(scheduler, "check_integrity", lambda: (events.append("check"), check()))
         monkeypatch.setattr(llm._thread, "_publish", lambda changed: (publish(changed), events.append("published")))
-        given = prompt(*CASES[0]["input_ids"])
+        one_prompt = prompt(*CASES[0]["input_ids"])
         scheduler.pools[0].take(2)  # that nobody will give back
-        assert tokens_of([await last(llm.generate(given, greedy(80)))]) == [CASES[0]["output_ids"]]
+        assert tokens_of([await last(llm.generate(one_prompt, greedy(80)))]) == [CASES[0]["output_ids"]]
         async with asyncio.timeout(30):  # the engine's thread checks, and then logs
             while "are owned more or less often than counted" not in caplog.text:
                 await asyncio.sleep(0.01)
         assert events[-2:] == ["published", "check"]
-        assert tokens_of([await last(llm.generate(given, greedy(80)))]) == [CASES[0]["output_ids"]]
+        assert tokens_of([await last(llm.generate(one_prompt, greedy(80)))]) == [CASES[0]["output_ids"]]
         assert events.count("check") == 1  # not on every idle: it takes time in proportion to all pages
         assert not llm.is_dead
 

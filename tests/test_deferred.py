@@ -46,7 +46,7 @@ def test_pages_are_shared_once_the_context_of_all_their_tokens_is_written(monkey
 
 def test_each_sequence_gets_its_own_features():
     """The third of three starts to draft after 20 rounds, when the second is gone: slots are no rows then."""
-    llm = golden_llm(PAIR, max_num_batched_tokens=128)
+    llm = golden_llm(PAIR, max_num_batched_tokens=128, max_num_seqs=4)
     block = llm.engine.spec.block
 
     def plain_at_first(rounds):

@@ -51,10 +51,11 @@ def test_a_name_brings_its_quantized_drafter(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "DRAFTERS", tmp_path / "drafters")
     target = write_model(tmp_path / "cache" / ALIASES["smollm2"], TARGET, 0)
     quantize_drafter.quantize(write_model(tmp_path / "draft", DRAFT, 1), tmp_path / "drafters" / ALIASES["smollm2"])
-    llm, prompt = LLM("smollm2"), [{"prompt_token_ids": [5, 6, 7]}]
+    llm, plain = LLM("smollm2", max_num_seqs=1, num_speculative_tokens=5), LLM(target, max_num_seqs=1)
     assert llm.engine.draft is not None
-    assert LLM(target).engine.draft is None
-    assert tokens_of(llm.generate(prompt, greedy(12))) == tokens_of(LLM(target).generate(prompt, greedy(12)))
+    assert plain.engine.draft is None
+    prompt = [{"prompt_token_ids": [5, 6, 7]}]
+    assert tokens_of(llm.generate(prompt, greedy(12))) == tokens_of(plain.generate(prompt, greedy(12)))
 
 
 @pytest.mark.parametrize("alias", ALIASES)

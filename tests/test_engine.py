@@ -158,11 +158,11 @@ def machine_of(target, drafter, **options):
                 if not any(s.output.finish_reason == "abort" for s in request.sequences):
                     assert answers(request) == wanted
                 for sequence, all_of_it in zip(request.sequences, wanted[0], strict=True):
-                    found = sequence.output.token_ids
+                    answer = sequence.output.token_ids
                     assert sequence.finished
                     assert sequence.output.finish_reason != "error", sequence.output.error
                     aborted = sequence.output.finish_reason == "abort"
-                    assert found == (all_of_it[: len(found)] if aborted else all_of_it)
+                    assert answer == (all_of_it[: len(answer)] if aborted else all_of_it)
 
     return EngineMachine
 
@@ -202,11 +202,11 @@ PAIR = "qwen3_swa_tied"
 def assert_acceptance(outputs, cases):
     for output, case in zip(outputs, cases, strict=True):
         assert output.outputs[0].token_ids == case["output_ids"]
-        found = output.metrics.acceptance_lengths
-        assert found[:-1] == case["acceptance_lengths"][: len(found) - 1]
+        lengths = output.metrics.acceptance_lengths
+        assert lengths[:-1] == case["acceptance_lengths"][: len(lengths) - 1]
 
 
-@pytest.mark.parametrize("page_size", [4, 7, 64])
+@pytest.mark.parametrize("page_size", [7, *(pytest.param(size, marks=pytest.mark.long) for size in (4, 64))])
 def test_acceptance_after_a_prefix_hit(page_size):
     """The pages of a hit hold the drafter's keys too, those of its sliding layers included."""
     cases = golden_cases(PAIR)
@@ -224,7 +224,7 @@ def test_acceptance_after_a_prefix_hit(page_size):
 
 def test_acceptance_after_preemption():
     cases = golden_cases(PAIR)
-    llm = golden_llm(PAIR, page_size=4, max_num_seqs=4, max_model_len=160, kv_cache_memory_bytes=1_000_000)
+    llm = golden_llm(PAIR, page_size=4, max_num_seqs=2, max_model_len=160, kv_cache_memory_bytes=700_000)
     prompts = [prompt(*case["input_ids"]) for case in cases]
     llm.compile(prompts, greedy(80))  # so that all run side by side from the first round
     outputs = llm.generate(prompts, greedy(80))
@@ -238,9 +238,9 @@ def test_acceptance_after_preemption():
 def test_completions_share_the_pages_of_their_prompt(caching):
     """Also without a prefix cache: then nobody else does."""
     case = golden_cases(PAIR)[3]
-    llm = golden_llm(PAIR, page_size=4, enable_prefix_caching=caching)
-    given, params = prompt(*case["input_ids"]), greedy(30, n=4)
-    request = llm.frontend.request(given, params)
+    llm = golden_llm(PAIR, page_size=4, enable_prefix_caching=caching, max_num_seqs=4)
+    one_prompt, params = prompt(*case["input_ids"]), greedy(30, n=4)
+    request = llm.frontend.request(one_prompt, params)
     most_owned = 0
     for _ in llm.engine.run(request.sequences):
         owned = [page for running in llm.engine.scheduler.running for page in running.units[0].ids]
@@ -250,7 +250,7 @@ def test_completions_share_the_pages_of_their_prompt(caching):
     assert most_owned == 3 * shared
     assert [s.output.token_ids for s in request.sequences] == [case["output_ids"][:30]] * 4
     assert [s.num_cached_tokens for s in request.sequences] == [0, *[4 * shared] * 3]
-    assert llm.generate(given, greedy(3))[0].metrics.num_cached_tokens == (4 * shared if caching else 0)
+    assert llm.generate(one_prompt, greedy(3))[0].metrics.num_cached_tokens == (4 * shared if caching else 0)
 
 
 def test_stream_left_early_frees_everything():
@@ -285,16 +285,16 @@ def test_a_prompt_of_20000_tokens(tmp_path):
     raw = DRAFT | small | {"num_target_layers": 1, "layer_types": [SLIDING, FULL], "sliding_window": 64}
     raw["dflash_config"] = {"target_layer_ids": [0], "mask_token_id": 60}
     folders = write_model(tmp_path / "target", target, 0), write_model(tmp_path / "draft", raw, 1)
-    given = prompt(*[(7 * i + i // 5) % 60 for i in range(20_000)])
+    one_prompt = prompt(*[(7 * i + i // 5) % 60 for i in range(20_000)])
     llm = LLM(*folders, max_num_seqs=1, max_num_batched_tokens=2048, num_speculative_tokens=5)
     kept, outputs = [], []
-    for output in llm.stream(given, greedy(24)):
+    for output in llm.stream(one_prompt, greedy(24)):
         outputs.append(output)
         kept += [len(r.units[1].ids) for r in llm.engine.scheduler.running if r.is_prefilled]
         check(llm.engine)
     assert max(kept) <= llm.engine.layout.groups[1].num_units == 3
     plain = LLM(folders[0], max_num_seqs=1, max_num_batched_tokens=2048)
-    assert tokens_of(outputs[-1:]) == tokens_of(plain.generate(given, greedy(24)))
+    assert tokens_of(outputs[-1:]) == tokens_of(plain.generate(one_prompt, greedy(24)))
     while not llm.engine.is_idle:
         llm.engine.step()
     assert_empty(llm.engine)
@@ -319,11 +319,11 @@ def test_structured_outputs_through_the_engine(models):
         SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])),
         greedy(20),
     ]
-    given = [prompt(1, 2, 3)] * 3
+    prompts = [prompt(1, 2, 3)] * 3
     options = SHAPES | {"kv_cache_memory_bytes": 88_000}  # those of machines above, whose programs serve here too
-    found = LLM(models["target"], models["sliding"], num_speculative_tokens=3, **options).generate(given, params)
+    outputs = LLM(models["target"], models["sliding"], num_speculative_tokens=3, **options).generate(prompts, params)
     options["kv_cache_memory_bytes"] = 66_667
-    assert tokens_of(found) == tokens_of(LLM(models["target"], **options).generate(given, params))
-    assert json.loads(found[0].outputs[0].text).keys() == {"a", "b"}
-    assert found[1].outputs[0].text in ("yes", "no")
-    assert [output.outputs[0].finish_reason for output in found] == ["stop", "stop", "length"]
+    assert tokens_of(outputs) == tokens_of(LLM(models["target"], **options).generate(prompts, params))
+    assert json.loads(outputs[0].outputs[0].text).keys() == {"a", "b"}
+    assert outputs[1].outputs[0].text in ("yes", "no")
+    assert [output.outputs[0].finish_reason for output in outputs] == ["stop", "stop", "length"]

@@ -307,7 +307,7 @@ def test_padding_reaches_no_expert(monkeypatch):
 PAIRS = ("q35_moe_tied", "qwen3_moe")
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", [PAIRS[0], pytest.param(PAIRS[1], marks=pytest.mark.long)])
 def test_prefix_hits_change_nothing(name):
     cases = golden_cases(name)
     llm = golden_llm(name, page_size=16, max_num_seqs=16)  # room for the sliding pages of every case
@@ -323,7 +323,7 @@ def test_prefix_hits_change_nothing(name):
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", [PAIRS[1], pytest.param(PAIRS[0], marks=pytest.mark.long)])
 def test_over_four_devices(name):
     cases = golden_cases(name)
     llm = golden_llm(name, tensor_parallel_size=4, max_num_seqs=2)

@@ -22,9 +22,9 @@ CASES = golden_cases(PAIR)
 POISON = 77  # a token that no prompt and no answer of the golden cases holds
 
 
-def run(llm, given, params):
+def run(llm, prompts, params):
     """Outputs, once everything in flight has been read."""
-    outputs = llm.generate(given, params)
+    outputs = llm.generate(prompts, params)
     while not llm.engine.is_idle:
         llm.engine.step()
     assert_empty(llm.engine)
@@ -62,7 +62,8 @@ def assert_others_are_right(outputs, culprit, words):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("verify_commit", {}), ("greedy_round", {}), ("verify", {"logprobs": 1})]
+    ("name", "options"),
+    [("verify_commit", {}), ("greedy_round", {}), pytest.param("verify", {"logprobs": 1}, marks=pytest.mark.long)],
 )
 def test_a_step_that_fails_once_costs_nobody(monkeypatch, name, options):
     if name == "verify_commit" and ON_GPU:
@@ -96,13 +97,13 @@ def test_a_sequence_that_fails_in_mid_text_fails_alone(monkeypatch):
     def too_long(slots, *arguments):
         tables = next(argument for argument in arguments if isinstance(argument, Tables))
         rows = np.asarray(tables.rows)
-        own = np.asarray(slots.length)[rows[rows < len(slots.length)]]
-        return bool((own >= limit).any())
+        lengths_of_rows = np.asarray(slots.length)[rows[rows < len(slots.length)]]
+        return bool((lengths_of_rows >= limit).any())
 
-    given = [prompt(*case["input_ids"]) for case in CASES]
+    prompts = [prompt(*case["input_ids"]) for case in CASES]
     break_steps(monkeypatch, "greedy_round" if ON_GPU else "verify_commit", too_long)
     params = [greedy(80 if i == culprit else 16) for i in range(len(CASES))]
-    outputs = run(golden_llm(PAIR), given, params)
+    outputs = run(golden_llm(PAIR), prompts, params)
     for i, (output, case) in enumerate(zip(outputs, CASES, strict=True)):
         completion = output.outputs[0]
         assert completion.finish_reason == ("error" if i == culprit else "length")
@@ -139,11 +140,11 @@ def test_nan_logits_end_the_request_and_spoil_no_page(tmp_path):
         config = folder / "config.json"
         config.write_text(config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
     assert all(POISON not in case["input_ids"] + case["output_ids"] for case in CASES)
-    llm = LLM(folder, GOLDEN / PAIR / "draft", dtype="float32", max_num_seqs=4, page_size=4, num_speculative_tokens=15)
+    llm = LLM(folder, GOLDEN / PAIR / "draft", dtype="float32", max_num_seqs=2, page_size=4, num_speculative_tokens=15)
     poisoned = prompt(*CASES[0]["input_ids"], POISON, 1, 2, 3, 4, 5)
-    given = [poisoned, *(prompt(*case["input_ids"]) for case in CASES)]
+    prompts = [poisoned, *(prompt(*case["input_ids"]) for case in CASES)]
     for _ in range(2):
-        outputs = run(llm, given, greedy(80))
+        outputs = run(llm, prompts, greedy(80))
         assert outputs[0].outputs[0].finish_reason == "error"
         assert "NaN" in outputs[0].outputs[0].error
         assert outputs[0].outputs[0].token_ids == []

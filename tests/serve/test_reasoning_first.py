@@ -26,8 +26,8 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("starts_open", [True, False])
 def test_a_grammar_waits_for_the_end_of_reasoning(folders, starts_open):
-    llm = LLM(*folders, num_speculative_tokens=5, max_num_seqs=4)
-    plain = LLM(folders[0], max_num_seqs=4)
+    llm = LLM(*folders, num_speculative_tokens=5, max_num_seqs=2)
+    plain = LLM(folders[0], max_num_seqs=2)
     params = SamplingParams(
         temperature=1.0,
         seed=3,
