@@ -106,14 +106,14 @@ def test_unseeded_requests_differ_but_the_engine_seed_repeats_them():
     assert len({tuple(tokens) for tokens in runs[0]}) == 4
 
 
-@pytest.mark.parametrize("drafted", [True, False])
+@pytest.mark.parametrize("drafted", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_joint_distribution_of_two_tokens(tmp_path, drafted):
     """Chi-square of the first round's two tokens against the target's own probabilities, on 5 tokens.
 
     The drafter is a copy of the target in no way: it drafts one fixed token, so that accepting and rejecting
     both occur.
     """
-    vocabulary, samples, slots = 5, 3000, 64
+    vocabulary, samples, slots = 5, 2000, 32
     target = TARGET | {"vocab_size": vocabulary, "max_position_embeddings": 64}
     folders = random_pair(tmp_path, target=target, dflash_config={"mask_token_id": 4}, block_size=3)
     drafter = {"draft_model": folders[1], "num_speculative_tokens": 2} if drafted else {}

@@ -20,7 +20,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def llm():
-    return reciter(max_num_seqs=4)
+    return reciter(max_num_seqs=2)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_most_drafts_are_accepted(recited):
 
 
 def test_same_tokens_without_the_drafter(recited):
-    alone = LLM(RECITER / "target", max_num_seqs=4).generate(PROMPTS, GREEDY)
+    alone = LLM(RECITER / "target", max_num_seqs=2).generate(PROMPTS, GREEDY)
     assert [r.outputs[0].token_ids for r in alone] == [r.outputs[0].token_ids for r in recited]
     assert {length for r in alone for length in r.metrics.acceptance_lengths} == {1}
 
