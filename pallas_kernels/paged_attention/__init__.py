@@ -7,6 +7,7 @@ from typing import Literal
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
+from pallas_kernels.lib.int4_kv import Pages
 from pallas_kernels.lib.masks import Mask
 from pallas_kernels.paged_attention.arguments import MOST_WIDENED as MOST_WIDENED
 from pallas_kernels.paged_attention.arguments import checked
@@ -38,8 +39,8 @@ PAGED_ATTENTION = registry.Operation(  # a call is (Arguments,)
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
+    k_pages: Pages,
+    v_pages: Pages,
     page_table: Int[Array, "B M"],
     kv_length: Int[Array, " B"],
     q_length: Int[Array, " B"] | None = None,
@@ -62,7 +63,8 @@ def paged_attention(
 
     Args:
       q: queries, N query heads, of which N / K neighbours share one kv head; bf16, f16 or f32.
-      k_pages: keys after norm and RoPE, S tokens a page; bf16, f16, float8_e4m3fn or float8_e5m2 (f32: reference only).
+      k_pages: keys after norm and RoPE, S tokens a page; bf16, f16, float8_e4m3fn or float8_e5m2 (f32: reference only),
+        or 4 bits (``lib.int4_kv``), whose keys are rotated; queries are not, and get that rotation here.
       v_pages: values, like ``k_pages``.
       page_table: page of the tokens ``m*S .. m*S+S-1`` of each sequence. An entry that holds no visible token is never
         followed, so it may be any number. Pages may hold anything past ``kv_length``, NaN included.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
+from pallas_kernels.lib.int4_kv import Pages, is_int4
 from pallas_kernels.lib.masks import Mask
 from pallas_kernels.lib.rotary import Rotary
 
@@ -40,8 +41,8 @@ class Arguments:
     """Checked arguments of one call, defaults filled in; letters as in ``paged_attention``."""
 
     q: Float[Array, "B T N H"]
-    k_pages: Float[Array, "P K S H"]
-    v_pages: Float[Array, "P K S H"]
+    k_pages: Pages
+    v_pages: Pages
     page_table: Int[Array, "B M"]
     kv_length: Int[Array, " B"]
     q_length: Int[Array, " B"]
@@ -58,6 +59,13 @@ class Arguments:
         return self.k_pages.shape[1]
 
     @property
+    def arrays(self) -> tuple[jax.Array, jax.Array]:
+        """The two pools, for a kernel that refuses those in 4 bits."""
+        assert not is_int4(self.k_pages)
+        arrays: Any = self.k_pages, self.v_pages
+        return arrays
+
+    @property
     def page_size(self) -> int:
         return self.k_pages.shape[2]
 
@@ -71,9 +79,10 @@ class Arguments:
         """16-bit dtype of the operands of both matrix products; accumulation is always float32.
 
         fp8 pages are converted to float16, which holds every e4m3 and e5m2 number exactly. The conversion is one
-        instruction for two numbers, while that to bfloat16 goes through float32.
+        instruction for two numbers, while that to bfloat16 goes through float32. 4-bit numbers are exact in it, too.
         """
-        return jnp.dtype(jnp.float16) if _compat.is_fp8(self.k_pages.dtype) else self.k_pages.dtype
+        is_narrow = _compat.is_fp8(self.k_pages.dtype) or is_int4(self.k_pages)
+        return jnp.dtype(jnp.float16) if is_narrow else self.k_pages.dtype
 
     @property
     def scores_scale(self) -> Float[Array, " K"]:
@@ -112,9 +121,9 @@ def checked(
         raise ValueError(f"q {q.shape} must have the H of pages {k_pages.shape} and a multiple of their K heads")
     if page_table.ndim != 2 or page_table.shape[0] != B:
         raise ValueError(f"page_table must be [B={B}, M]; got {page_table.shape}")
-    for name, dtype in (("q", q.dtype), ("k_pages", k_pages.dtype)):
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"{name} must be a floating array; got {dtype}")
+    for name, x in (("q", q), ("k_pages", k_pages)):
+        if not (jnp.issubdtype(x.dtype, jnp.floating) or (x is k_pages and is_int4(x))):
+            raise TypeError(f"{name} must be a floating array; got {x.dtype}")
     if mask not in ("causal", "block"):
         raise ValueError(f"mask must be 'causal' or 'block'; got {mask!r}")
     if window is not None and window < 1:

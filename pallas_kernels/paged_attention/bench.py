@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from pallas_kernels.lib import timing
+from pallas_kernels.lib import int4_kv, timing
 from pallas_kernels.paged_attention.arguments import checked
 from pallas_kernels.paged_attention.reference import paged_attention as oracle
 
 MODELS = {"qwen3-8b": (32, 8, 128), "qwen3.5-full": (32, 2, 256)}  # N, K, H of one attention layer
-DTYPES = {"bf16": jnp.bfloat16, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+DTYPES = {"bf16": jnp.bfloat16, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "int4": int4_kv.DTYPE}
 PAGE = 64
 TABLES = 4  # different page tables in one program
 POOL = 1 << 30  # bytes of keys of the smallest pool: far more than L2 holds
@@ -44,7 +44,8 @@ class Case:
     def kv_bytes(self) -> int:
         """Bytes of keys and values that one call must read."""
         _, K, H = MODELS[self.model]
-        return 2 * self.batch * self.length * K * H * jnp.dtype(DTYPES[self.dtype]).itemsize
+        size = int4_kv.head_bytes(H) if self.dtype == "int4" else H * jnp.dtype(DTYPES[self.dtype]).itemsize
+        return 2 * self.batch * self.length * K * size
 
     @property
     def length(self) -> int:
@@ -77,14 +78,15 @@ def operands(data: Case) -> tuple[Any, ...]:
         return jax.random.normal(key, shape, jnp.bfloat16)
 
     @functools.partial(jax.jit, static_argnums=1)
-    def pool(key: jax.Array, pages: int) -> jax.Array:  # a slice at a time: the random bits of 24 GiB need not fit
+    def pool(key: jax.Array, pages: int) -> Any:  # a slice at a time: the random bits of 24 GiB need not fit
         keys = jax.random.split(key, 16)
         part = (-(-pages // 16), K, PAGE, H)
 
-        def make(key: jax.Array) -> jax.Array:
-            return jax.random.normal(key, part, jnp.bfloat16).astype(DTYPES[data.dtype])
+        def make(key: jax.Array) -> Any:
+            elements = jax.random.normal(key, part, jnp.bfloat16)
+            return int4_kv.quantised(elements) if data.dtype == "int4" else elements.astype(DTYPES[data.dtype])
 
-        return jax.lax.map(make, keys).reshape(-1, K, PAGE, H)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(make, keys))
 
     M = data.context // PAGE
     k_pages, v_pages = (pool(jax.random.key(i), data.pages) for i in (1, 2))
@@ -107,7 +109,8 @@ def program(case: Case) -> Any:
 def shapes(case: Case) -> tuple[Any, ...]:
     N, K, H = MODELS[case.model]
     struct = jax.ShapeDtypeStruct
-    pool = struct((-(-case.pages // 16) * 16, K, PAGE, H), DTYPES[case.dtype])
+    shape = (-(-case.pages // 16) * 16, K, PAGE, H)
+    pool: Any = int4_kv.shapes(shape) if case.dtype == "int4" else struct(shape, DTYPES[case.dtype])
     table = struct((case.batch, case.context // PAGE), jnp.int32)
     q = struct((case.batch, case.tokens, N, H), jnp.bfloat16)
     return [q] * TABLES, pool, pool, [table] * TABLES, struct((case.batch,), jnp.int32)
@@ -134,9 +137,8 @@ def _expected(case: Case) -> jax.Array:
     # The pages of one sequence alone, renumbered: the oracle's float32 copy of the full pool would not fit.
     pages = tables[0][0]
     order = jnp.arange(pages.size, dtype=jnp.int32)[None]
-    arguments = checked(
-        q[0][:1].astype(jnp.float32), k_pages[pages], v_pages[pages], order, lengths[:1], None, **options
-    )
+    k_pages, v_pages = jax.tree.map(lambda array: array[pages], (k_pages, v_pages))
+    arguments = checked(q[0][:1].astype(jnp.float32), k_pages, v_pages, order, lengths[:1], None, **options)
     return oracle(arguments)
 
 

@@ -153,7 +153,7 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     order = longest_first(block_bounds) if items > ctas else jnp.arange(B, dtype=jnp.int32)
     inputs = _compat.vary_alike(
         ordered(block_bounds, order), row_bounds, args.page_table, args.scores_scale, args.v_scale, padded(args),
-        args.k_pages, args.v_pages,
+        *args.arrays,
     )  # fmt: skip
     out_rows = rows if blocks == 1 and config.consumers > 1 else ROWS
     sums = (B, K, config.splits, blocks, ROWS)

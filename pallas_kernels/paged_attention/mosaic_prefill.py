@@ -70,8 +70,7 @@ def _widened(args: Arguments) -> Arguments:
     """The call on a copy of its pages in the dtype of the products, in the order of the page table."""
     pages = jnp.arange(args.page_table.size, dtype=jnp.int32).reshape(args.page_table.shape)
     k_pages, v_pages = (
-        pool.at[args.page_table.reshape(-1)].get(mode="clip").astype(args.compute_dtype)
-        for pool in (args.k_pages, args.v_pages)
+        pool.at[args.page_table.reshape(-1)].get(mode="clip").astype(args.compute_dtype) for pool in args.arrays
     )
     return dataclasses.replace(args, k_pages=k_pages, v_pages=v_pages, page_table=pages)
 
@@ -91,8 +90,7 @@ def paged_attention(args: Arguments) -> Float[Array, "B T N H"]:
     rows = pl.cdiv(T, ROWS) * ROWS
     inputs = _compat.vary_alike(
         args.page_table, args.kv_length, args.q_length, args.valid_from, args.scores_scale, args.v_scale,
-        jnp.pad(operand(args.q, dtype).reshape(B, T, N * H), ((0, 0), (0, rows - T), (0, 0))), args.k_pages,
-        args.v_pages,
+        jnp.pad(operand(args.q, dtype).reshape(B, T, N * H), ((0, 0), (0, rows - T), (0, 0))), *args.arrays,
     )  # fmt: skip
 
     def paged_prefill_kernel(*refs: Any, **scratch: Any) -> None:  # profilers show its name

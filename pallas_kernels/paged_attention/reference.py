@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.lib import int4_kv
+from pallas_kernels.lib.int4_kv import Pages
 from pallas_kernels.lib.masks import visible
 from pallas_kernels.paged_attention.arguments import Arguments, key_range, page_range
 
@@ -23,16 +27,19 @@ def paged_attention(args: Arguments) -> Float[Array, "B T N H"]:
     B, T, N, H = args.q.shape
     K, pages = args.kv_heads, max(1, STEP // args.page_size)  # pages: of a step
     keys = pages * args.page_size
-    q = args.q.astype(jnp.float32).reshape(B, T, K, N // K, H) * (args.scale * args.k_scale[:, None, None])
+    q = int4_kv.rotated(args.q) if int4_kv.is_int4(args.k_pages) else args.q.astype(jnp.float32)
+    q = q.reshape(B, T, K, N // K, H) * (args.scale * args.k_scale[:, None, None])
     q = q.transpose(0, 2, 3, 1, 4).reshape(B, K, N // K * T, H)  # r: a kv head's query heads, tokens innermost
     table = jnp.pad(args.page_table, ((0, 0), (0, -args.page_table.shape[1] % pages)))
 
     def attend(state: _State) -> _State:
         step, highest, total, out = state
-        ids = jnp.clip(lax.dynamic_slice_in_dim(table, step * pages, pages, axis=1), 0, len(args.k_pages) - 1)
+        ids = jnp.clip(lax.dynamic_slice_in_dim(table, step * pages, pages, axis=1), 0, args.k_pages.shape[0] - 1)
 
-        def gather(pool: jax.Array) -> jax.Array:
-            return jnp.swapaxes(pool[ids], 1, 2).reshape(B, K, keys, H).astype(jnp.float32)
+        def gather(pool: Pages) -> jax.Array:
+            taken: Any = jax.tree.map(lambda array: array[ids], pool)
+            heads = int4_kv.dequantised(taken) if int4_kv.is_int4(taken) else taken.astype(jnp.float32)
+            return jnp.swapaxes(heads, 1, 2).reshape(B, K, keys, H)
 
         seen = _seen(args, step * keys + jnp.arange(keys, dtype=jnp.int32))
         # A value that no query sees may be NaN, and 0 * NaN is NaN: it must not reach the product.

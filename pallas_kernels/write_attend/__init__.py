@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
+from pallas_kernels.lib.int4_kv import Pages
 from pallas_kernels.lib.masks import Mask
 from pallas_kernels.lib.rotary import Rotary
 from pallas_kernels.paged_attention import PAGED_ATTENTION
@@ -41,8 +42,8 @@ def call_of(args: Arguments, device: registry.Device, *, interpret: bool = False
 
 
 def write_attend(
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
+    k_pages: Pages,
+    v_pages: Pages,
     heads: Float[Array, "B T K J H"],
     slots: Int[Array, "B T"],
     rotary: Rotary,
@@ -58,7 +59,7 @@ def write_attend(
     valid_from: Int[Array, " B"] | None = None,
     implementation: Implementation | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "P K S H"], Float[Array, "P K S H"]]:
+) -> tuple[Float[Array, "B T N H"], Pages, Pages]:
     """``write_kv`` of tokens' heads, then ``paged_attention`` of their queries, in one kernel where that is faster.
 
     Donate the pools to the ``jit`` around and use only the returned pools, as for ``write_kv``.

@@ -6,11 +6,12 @@ from typing import Literal
 
 import jax
 
+from pallas_kernels.lib.int4_kv import Pages
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.write_kv import write_kv
 
-Result = tuple[jax.Array, jax.Array, jax.Array]
+Result = tuple[jax.Array, Pages, Pages]
 
 
 def write_attend(args: Arguments, *, interpret: bool = False) -> Result:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
+from pallas_kernels.lib import int4_kv
+from pallas_kernels.lib.int4_kv import Pages
 from pallas_kernels.lib.rotary import Rotary
 from pallas_kernels.registry import FP8_GPUS
 
@@ -29,8 +31,8 @@ WRITE_KV, WRITE_CONTEXT = _operation("write_kv"), _operation("write_context")  #
 
 
 def write_kv(
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
+    k_pages: Pages,
+    v_pages: Pages,
     heads: Float[Array, "*T K J H"],
     slots: Int[Array, "*T"],
     rotary: Rotary | None = None,
@@ -39,14 +41,15 @@ def write_kv(
     v_scale: Float[Array, "*K"] | float = 1.0,
     implementation: Implementation | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "*T N H"], Float[Array, "P K S H"], Float[Array, "P K S H"]]:
+) -> tuple[Float[Array, "*T N H"], Pages, Pages]:
     """Norm and rotate tokens' heads, write keys and values into pages, and return the queries and the pools.
 
     Donate the pools to the ``jit`` around and use only the returned pools: then the write is in place. One use of an
     old pool after the call makes XLA copy all of it.
 
     Args:
-      k_pages: pool of keys, S tokens a page; bf16, f16, f32, float8_e4m3fn or float8_e5m2.
+      k_pages: pool of keys, S tokens a page; bf16, f16, f32, float8_e4m3fn or float8_e5m2, or 4 bits
+        (``lib.int4_kv``).
       v_pages: pool of values, like ``k_pages``.
       heads: projected heads of any number of tokens (any leading axes). Each kv head has its J - 2 query heads (there
         may be none), its key and its value side by side.
@@ -85,8 +88,8 @@ def write_kv(
 
 
 def write_context(
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
+    k_pages: Pages,
+    v_pages: Pages,
     heads: Sequence[Float[Array, "*T K _ H"]],
     slots: Int[Array, "*T"],
     rotary: Rotary,
@@ -97,7 +100,7 @@ def write_context(
     v_scale: Float[Array, "L K"] | float = 1.0,
     implementation: Implementation | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "P K S H"], Float[Array, "P K S H"]]:
+) -> tuple[Pages, Pages]:
     """Norm and rotate keys of the layers that share two pools, and write keys and values: a drafter's context.
 
     It writes the numbers of one `write_kv` without queries for each layer, in one kernel, which reads the heads where
@@ -164,6 +167,8 @@ def _flat(rotary: Rotary) -> Rotary:
 
 
 def _check_pools(k_pages: Any, v_pages: Any, slots: Any) -> None:
+    if int4_kv.is_int4(k_pages) and (reason := int4_kv.size_refusal(k_pages.shape[-1])):
+        raise ValueError(f"{reason}.")
     if k_pages.ndim != 4 or v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
         raise ValueError(
             "k_pages and v_pages must be alike, [P, K, S, H]; "

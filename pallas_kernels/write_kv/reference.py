@@ -4,46 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
+from pallas_kernels.lib import int4_kv
+from pallas_kernels.lib.int4_kv import Pages
 from pallas_kernels.lib.rotary import Rotary, pairs_of, split_heads
 
 
-def quantised(x: jax.Array, scale: Float[Array, " K"], dtype: jnp.dtype) -> jax.Array:
-    """``x / scale`` in a pool's dtype, clipped first, since a cast that overflows makes NaN or inf; x is [.., K, H]."""
-    limit = _compat.max_finite(dtype)
+def quantised(x: jax.Array, scale: Float[Array, " K"], pool: Pages, *, is_key: bool) -> Any:
+    """``x / scale`` as a pool stores it; x is [.., K, H].
+
+    Floating numbers are clipped first, since a cast that overflows makes NaN or inf; keys in 4 bits are rotated.
+    """
     y = x.astype(jnp.float32) / scale[:, None].reshape((1,) * (x.ndim - 2) + (-1, 1))
-    return jnp.clip(y, -limit, limit).astype(dtype)
+    if int4_kv.is_int4(pool):
+        return int4_kv.quantised(int4_kv.rotated(y) if is_key else y)
+    limit = _compat.max_finite(pool.dtype)
+    return jnp.clip(y, -limit, limit).astype(pool.dtype)
 
 
 def write_kv(
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
+    k_pages: Pages,
+    v_pages: Pages,
     heads: Float[Array, "T K J H"],
     slots: Int[Array, " T"],
     rotary: Rotary | None,
     k_scale: Float[Array, " K"],
     v_scale: Float[Array, " K"],
-) -> tuple[Float[Array, "T N H"], Float[Array, "P K S H"], Float[Array, "P K S H"]]:
+) -> tuple[Float[Array, "T N H"], Pages, Pages]:
     """Scatters with ``.at[].set``, in place where the pools are donated; see ``pallas_kernels.write_kv``."""
     P, _, S, _ = k_pages.shape
     page = jnp.where(slots >= 0, slots // S, P)  # pages past the pool are dropped
     offset = slots % S
 
-    def scatter(pool: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
-        return pool.at[page, :, offset, :].set(quantised(x, scale, pool.dtype), mode="drop")
+    def scatter(array: jax.Array, x: jax.Array) -> jax.Array:
+        return array.at[page, :, offset].set(x, mode="drop")
 
     queries, k, v = split_heads(heads, rotary)
-    return queries, scatter(k_pages, k, k_scale), scatter(v_pages, v, v_scale)
+    k, v = quantised(k, k_scale, k_pages, is_key=True), quantised(v, v_scale, v_pages, is_key=False)
+    return queries, jax.tree.map(scatter, k_pages, k), jax.tree.map(scatter, v_pages, v)
 
 
 def write_context(
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
+    k_pages: Pages,
+    v_pages: Pages,
     heads: Sequence[Float[Array, "T K _ H"]],
     slots: Int[Array, " T"],
     rotary: Rotary,
@@ -52,7 +61,7 @@ def write_context(
     v_scale: Float[Array, "L K"],
     *,
     first_pages: Sequence[tuple[int, int]],
-) -> tuple[Float[Array, "P K S H"], Float[Array, "P K S H"]]:
+) -> tuple[Pages, Pages]:
     """Write one layer after the other; see ``pallas_kernels.write_kv.write_context``."""
     page_size, pairs = k_pages.shape[2], pairs_of(heads)
     for layer, first_page in first_pages:

@@ -17,6 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
 from pallas_kernels.lib.halves import Halves, half_rows, positioned, quantised, scaled
+from pallas_kernels.lib.int4_halves import packed
+from pallas_kernels.lib.int4_kv import Pages, is_int4, narrow_bytes
 from pallas_kernels.lib.rotary import Rotary, pairs_of
 
 _GIB = 1 << 30
@@ -27,9 +29,9 @@ def refusal(k_pages: Any) -> str | None:
     H = k_pages.shape[-1]
     if H & (H - 1):
         return f"The Triton page write needs a head size that is a power of two; this is {H}."
-    if k_pages.dtype.itemsize == 1 and 2 * _GIB < k_pages.size <= 4 * _GIB:
+    if 2 * _GIB < (size := narrow_bytes(k_pages)) <= 4 * _GIB:
         return (
-            f"Pallas' Triton backend addresses an 8-bit pool of {k_pages.size / _GIB:.2f} GiB with 32-bit offsets, "
+            f"Pallas' Triton backend addresses an 8-bit pool of {size / _GIB:.2f} GiB with 32-bit offsets, "
             "which overflow between 2 and 4 GiB: use a pool of at most 2 GiB or of more than 4 GiB."
         )
     return None
@@ -37,8 +39,8 @@ def refusal(k_pages: Any) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("interpret", "num_warps"))
 def write_kv(
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
+    k_pages: Pages,
+    v_pages: Pages,
     heads: Float[Array, "T K J H"],
     slots: Int[Array, " T"],
     rotary: Rotary | None,
@@ -47,7 +49,7 @@ def write_kv(
     *,
     interpret: bool = False,
     num_warps: int = 1,
-) -> tuple[Float[Array, "T N H"], Float[Array, "P K S H"], Float[Array, "P K S H"]]:
+) -> tuple[Float[Array, "T N H"], Pages, Pages]:
     """See ``pallas_kernels.write_kv``."""
     if reason := refusal(k_pages):
         raise NotImplementedError(reason)
@@ -65,8 +67,8 @@ def write_kv(
 
 @functools.partial(jax.jit, static_argnames=("first_pages", "interpret"))
 def write_context(
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
+    k_pages: Pages,
+    v_pages: Pages,
     heads: Sequence[Float[Array, "T K _ H"]],
     slots: Int[Array, " T"],
     rotary: Rotary,
@@ -76,7 +78,7 @@ def write_context(
     *,
     first_pages: tuple[tuple[int, int], ...],
     interpret: bool = False,
-) -> tuple[Float[Array, "P K S H"], Float[Array, "P K S H"]]:
+) -> tuple[Pages, Pages]:
     """See ``pallas_kernels.write_kv.write_context``."""
     if reason := refusal(k_pages):
         raise NotImplementedError(reason)
@@ -90,18 +92,20 @@ def write_context(
 
 def _call(
     kernel: Callable[..., None], operands: Any, outputs: Sequence[tuple[tuple[int, ...], Any]], **how: Any
-) -> list[jax.Array]:
+) -> list[Any]:
     """Run a kernel on operands whose first two are the pools, which it writes in place.
 
     Returns:
         The two pools, and outputs of the given shapes and dtypes.
     """
     leaves, tree = jax.tree.flatten(operands)
-    leaves = list(_compat.vary_alike(*leaves))
-    pools = [(pool.shape, pool.dtype) for pool in leaves[:2]]
-    out_shape = [_compat.out_like(shape, dtype, leaves[0]) for shape, dtype in (*pools, *outputs)]
-    call = _compat.triton_call(kernel, out_shape=out_shape, aliases={0: 0, 1: 1}, num_stages=1, **how)
-    results: list[jax.Array] = call(*jax.tree.unflatten(tree, leaves))
+    operands = jax.tree.unflatten(tree, _compat.vary_alike(*leaves))
+    first = jax.tree.leaves(operands)[0]
+    pools = jax.tree.map(lambda array: _compat.out_like(array.shape, array.dtype, first), operands[:2])
+    out_shape = [*pools, *(_compat.out_like(shape, dtype, first) for shape, dtype in outputs)]
+    aliases = {i: i for i in range(len(jax.tree.leaves(pools)))}
+    call = _compat.triton_call(kernel, out_shape=out_shape, aliases=aliases, num_stages=1, **how)
+    results: list[Any] = call(*operands)
     return results
 
 
@@ -135,11 +139,11 @@ def _write(
             pltriton.store(target, x, mask=exists)
 
     # All loads come before the branch, so that none of them waits for the load of the slot.
-    k, v = quantised(k, k_scale[head], k_pages.dtype), quantised(v, v_scale[head], v_pages.dtype)
+    k, v = _encoded(k, k_scale[head], k_pages, is_key=True), _encoded(v, v_scale[head], v_pages, is_key=False)
 
     @pl.when(slot >= 0)
     def _():
-        _store(k_pages, v_pages, (slot // S, head, slot % S), k, v)
+        _store((k_pages, v_pages), (slot // S, head, slot % S), (k, v))
 
 
 def _write_context(
@@ -160,13 +164,13 @@ def _write_context(
     stored = []
     for (layer, first_page), (k, v) in zip(first_pages, loaded, strict=True):
         k = _positioned(k, k_norms[layer], rotary, token)
-        k, v = quantised(k, k_scale[layer, head], k_pages.dtype), quantised(v, v_scale[layer, head], v_pages.dtype)
-        stored.append((first_page, k, v))
+        key = _encoded(k, k_scale[layer, head], k_pages, is_key=True)
+        stored.append((first_page, key, _encoded(v, v_scale[layer, head], v_pages, is_key=False)))
 
     @pl.when(slot >= 0)
     def _():
         for first_page, k, v in stored:
-            _store(k_pages, v_pages, (first_page + slot // S, head, slot % S), k, v)
+            _store((k_pages, v_pages), (first_page + slot // S, head, slot % S), (k, v))
 
 
 def _halves(ref: Any, *index: Any) -> Halves:
@@ -175,13 +179,24 @@ def _halves(ref: Any, *index: Any) -> Halves:
     return [ref[*index, pl.ds(start, half)] for start in (0, half)]
 
 
-def _store(k_pages: Any, v_pages: Any, where: tuple[Any, ...], k: Halves, v: Halves) -> None:
-    """Write the halves of a key and of its value to an index of the pools."""
-    half = k_pages.shape[-1] // 2
-    for start, k_half, v_half in zip((0, half), k, v, strict=True):
-        h = pl.ds(start, half)
-        k_pages[*where, h] = k_half
-        v_pages[*where, h] = v_half
+def _encoded(x: Halves, scale: Any, pages: Any, *, is_key: bool) -> Any:
+    """A key or a value as the pages keep it: halves of floating numbers, or 4-bit numbers with scale and middle."""
+    if is_int4(pages):
+        return packed(x, scale, is_key=is_key)
+    return quantised(x, scale, pages.dtype)
+
+
+def _store(pools: tuple[Any, Any], where: tuple[Any, ...], encoded: tuple[Any, Any]) -> None:
+    """Write a key and its value, as of ``_encoded``, to an index of the pools."""
+    for pages, x in zip(pools, encoded, strict=True):
+        if is_int4(pages):
+            pages.numbers[*where, :] = x.numbers
+            pages.scale[*where] = x.scale
+            pages.middle[*where] = x.middle
+            continue
+        half = pages.shape[-1] // 2
+        for start, part in zip((0, half), x, strict=True):
+            pages[*where, pl.ds(start, half)] = part
 
 
 def _positioned(x: Halves, norm: Any, rotary: Rotary | None, token: Any) -> Halves:

@@ -1,0 +1,160 @@
+"""Pages of keys and values in 4 bits, ``int4_had``: numbers 0 to 15, with a scale and a middle a token and kv head.
+
+A stored number n stands for ``(n - 7.5) * scale + middle``. Keys are rotated by a Hadamard transform over the head
+before they are rounded, which spreads the few large elements that a key tends to have over all of them; queries get the
+same rotation, which is orthogonal, so that q.k stays as it is. Values are rounded as they are.
+
+Source: rotation as in QuaRot (arXiv 2404.00456), asymmetric rounding a token as in KIVI (arXiv 2402.02750).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels import _compat
+
+DTYPE = jnp.dtype(jnp.int4)  # what `Int4Pages` calls its dtype, and options call `int4_had`
+HIGHEST = 15  # the largest number
+CENTRE = HIGHEST / 2  # the number, between two, that stands for the middle; half-integers are exact in 16 bits
+# The scale is a fifteenth of the range, so that it bounds the error of all numbers of a head; bfloat16's 8 bits would
+# shift the ends of the range by up to a thirty-second of a step, and a middle far from 0 by whole steps. float16 has 11
+# bits, but ends at 65504, where bfloat16 and float32 heads need not: scale and middle are clipped, never infinite.
+SCALE_DTYPE = jnp.dtype(jnp.float16)
+LEAST_HEAD, MOST_HEAD = 16, 256  # head sizes, which must be powers of two
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Int4Pages:
+    """A pool of keys or of values in 4 bits, which shows the shape of its elements as an array would.
+
+    Scales lie in arrays of their own, since TMA copies rows of multiples of 16 bytes.
+
+    Attributes:
+        numbers: two a byte; the low four bits are those of the head's first half, the high ones of its second half, so
+            that a kernel has two halves of a head without moving numbers between lanes.
+        scale: float16, the difference between neighbouring numbers; 0 where all elements of the head are alike.
+        middle: float16, the middle of the head's range.
+    """
+
+    numbers: UInt8[Array, "P K S H2"]
+    scale: Float[Array, "P K S"]
+    middle: Float[Array, "P K S"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[P, K, S, H], of the elements."""
+        *rows, half = self.numbers.shape
+        return (*rows, 2 * half)
+
+    @property
+    def ndim(self) -> int:
+        """Axes of the elements."""
+        return self.numbers.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """int4."""
+        return DTYPE
+
+
+Pages = Float[Array, "P K S H"] | Int4Pages
+
+
+def is_int4(pages: Any) -> bool:
+    """Whether a pool holds 4-bit numbers."""
+    return isinstance(pages, Int4Pages)
+
+
+def narrow_bytes(pages: Pages) -> int:
+    """Bytes of a pool's 8-bit numbers; 0 for wider ones."""
+    return max((array.size for array in jax.tree.leaves(pages) if array.dtype.itemsize == 1), default=0)
+
+
+def size_refusal(head_size: int) -> str | None:
+    """Why heads of this size cannot be kept in 4 bits, or None."""
+    if head_size & (head_size - 1) or not LEAST_HEAD <= head_size <= MOST_HEAD:
+        allowed = f"a power of two from {LEAST_HEAD} to {MOST_HEAD}"
+        return f"int4_had needs a head size that is {allowed}; this is {head_size}"
+    return None
+
+
+def shapes(shape: tuple[int, ...]) -> Int4Pages:
+    """The shapes and dtypes of the arrays of a pool, given the shape [P, K, S, H] of its elements."""
+    *rows, size = shape
+    of_heads = jax.ShapeDtypeStruct(tuple(rows), SCALE_DTYPE)
+    return Int4Pages(jax.ShapeDtypeStruct((*rows, size // 2), jnp.uint8), of_heads, of_heads)  # type: ignore[arg-type]
+
+
+def head_bytes(head_size: int) -> int:
+    """Bytes of one stored head: its numbers, its scale and its middle."""
+    return head_size // 2 + 2 * SCALE_DTYPE.itemsize
+
+
+def rotated(x: Float[Array, "*T H"]) -> Float[Array, "*T H"]:
+    """The Hadamard transform over the last axis, H a power of two, times ``H ** -0.5``; in float32.
+
+    A butterfly: log2(H) passes, each of sums and differences of two halves. It is its own inverse.
+    """
+    *rows, size = x.shape
+    y = x.astype(jnp.float32).reshape(*rows, 1, size)
+    while y.shape[-1] > 1:  # [.., blocks, width]: block i of Sylvester's matrix becomes blocks 2i and 2i + 1
+        left, right = jnp.split(y, 2, axis=-1)
+        y = jnp.stack([left + right, left - right], axis=-2).reshape(*rows, -1, y.shape[-1] // 2)
+    return y.reshape(x.shape) * size**-0.5
+
+
+def signs(size: int) -> np.ndarray[Any, np.dtype[np.int8]]:
+    """Sylvester's Hadamard matrix [size, size] of 1 and -1, whose product with a head is its unscaled transform."""
+    matrix = np.ones((1, 1), np.int8)
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix
+
+
+def quantised(x: Float[Array, "*T H"]) -> Int4Pages:
+    """Heads in 4 bits, each over the range of its elements; keys must be rotated first.
+
+    Scale and middle are rounded before the numbers are, so that the numbers make up for that rounding. An element is
+    off by at most half a scale and ``2 ** -10`` of the largest, unless the largest is beyond float16's range.
+    """
+    x = x.astype(jnp.float32)
+    scale, middle = scale_and_middle(jnp.min(x, axis=-1), jnp.max(x, axis=-1))
+    numbers = numbers_of(x, scale[..., None], middle[..., None])
+    low, high = jnp.split(numbers, 2, axis=-1)
+    return Int4Pages(low | (high << 4), scale, middle)
+
+
+def scale_and_middle(least: jax.Array, most: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Scale and middle, float16, of heads whose least and largest elements are given in float32."""
+    limit = _compat.max_finite(SCALE_DTYPE)
+    # Halves first: the range of a head may be twice what float32 holds. They are exact, so that no compiler's fused
+    # multiply-add changes a bit: a token must be stored alike by a prefill and by a round.
+    most, least = most * 0.5, least * 0.5
+    scale, middle = (most - least) * (2 / HIGHEST), most + least
+    return jnp.minimum(scale, limit).astype(SCALE_DTYPE), jnp.clip(middle, -limit, limit).astype(SCALE_DTYPE)
+
+
+def numbers_of(x: jax.Array, scale: jax.Array, middle: jax.Array) -> jax.Array:
+    """The numbers 0 to 15, in 8 bits, that stand for elements in float32 given float16 scales and middles."""
+    step = scale.astype(jnp.float32)
+    n = (x - middle.astype(jnp.float32)) / jnp.where(step > 0, step, 1)
+    # Adding a half and cutting off rounds alike in jnp and in kernels, where there may be no rounding to even.
+    return jnp.clip(n + (CENTRE + 0.5), 0, HIGHEST + 0.5).astype(jnp.uint8)
+
+
+def unpacked(numbers: UInt8[Array, "*T H2"]) -> UInt8[Array, "*T H"]:
+    """The numbers 0 to 15 of heads, one a byte."""
+    return jnp.concatenate([numbers & HIGHEST, numbers >> 4], axis=-1)
+
+
+def dequantised(heads: Int4Pages) -> Float[Array, "*T H"]:
+    """The elements that stored heads stand for, in float32; keys come back rotated."""
+    scale, middle = (x.astype(jnp.float32)[..., None] for x in (heads.scale, heads.middle))
+    return (unpacked(heads.numbers).astype(jnp.float32) - CENTRE) * scale + middle
