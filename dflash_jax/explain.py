@@ -36,6 +36,7 @@ from pallas_kernels.add_norm import ADD_NORM
 from pallas_kernels.experts import EXPERTS
 from pallas_kernels.gated_delta import FOLD, PREFILL, VERIFY, Kept, Weights
 from pallas_kernels.largest_product import LARGEST_PRODUCT
+from pallas_kernels.lib import int4_kv
 from pallas_kernels.lib.timing import table
 from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import checked
@@ -138,7 +139,8 @@ class Step:
     def _attentions(self, N: int, K: int, H: int) -> Iterator[Call]:
         pages = -(-self.context // self.page_size)
         # The size of the pools is not known before an engine plans its memory; they count as small here.
-        pool = Struct((1, K, self.page_size, H), self.kv_dtype)
+        shape = (1, K, self.page_size, H)
+        pool = int4_kv.shapes(shape) if self.kv_dtype == int4_kv.DTYPE else Struct(shape, self.kv_dtype)
         name = f"pages {_text(pool)}"
         ints, page_table = Struct((self.batch,), jnp.int32), Struct((self.batch, pages), jnp.int32)
         q = Struct((self.batch, self.tokens, N, H), self.dtype)
@@ -194,7 +196,7 @@ def _arguments(q: Any, pool: Any, page_table: Any, kv_length: Any, *, mask: Laye
     return checked(q, pool, pool, page_table, kv_length, None, mask=mask.mask, window=mask.window, **options)
 
 
-def _text(array: Struct) -> str:
+def _text(array: Any) -> str:
     return f"{jnp.dtype(array.dtype).name}{list(array.shape)}"
 
 

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.engine.device.memory import STATES, make_caches
+from dflash_jax.engine.device.memory import STATES
+from dflash_jax.engine.device.pools import make_caches
 from dflash_jax.engine.device.slots import Chunk, Slots, Tables
 from dflash_jax.engine.device.steps import block_positions
 from dflash_jax.models.target import TargetModel

@@ -14,7 +14,8 @@ from safetensors.numpy import save_file
 
 from dflash_jax import LLM
 from dflash_jax.base.errors import CheckpointError
-from dflash_jax.engine.device.memory import make_caches, plan_layout
+from dflash_jax.engine.device.memory import plan_layout
+from dflash_jax.engine.device.pools import make_caches
 from dflash_jax.engine.device.slots import Slots, Tables
 from dflash_jax.models.target import TargetModel
 from dflash_jax.options import EngineArgs, EngineConfig

@@ -17,10 +17,9 @@ from dflash_jax.engine.device.memory import (
     SLIDING,
     capacity_of,
     explain_out_of_memory,
-    make_caches,
-    place_layers,
     plan_layout,
 )
+from dflash_jax.engine.device.pools import make_caches, place_layers
 from dflash_jax.engine.device.slots import DEFERRED
 from dflash_jax.options import EngineArgs, EngineConfig
 from dflash_jax.parallel.mesh import Mesh
@@ -115,7 +114,7 @@ def test_an_engine_logs_it_at_start(caplog, tmp_path):
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])  # 2 kv heads divide over two devices and not over four
-@pytest.mark.parametrize("draft_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("draft_dtype", ["auto", "fp8", "int4_had"])
 def test_pools_take_the_memory_that_was_planned(devices, draft_dtype):
     budget = 4_000_000
     config = options(

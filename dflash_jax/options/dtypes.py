@@ -11,5 +11,6 @@ KV_CACHE_DTYPES = {
     "fp8": ml_dtypes.float8_e4m3fn,
     "fp8_e4m3": ml_dtypes.float8_e4m3fn,
     "fp8_e5m2": ml_dtypes.float8_e5m2,
+    "int4_had": ml_dtypes.int4,  # with scales, and keys rotated: `pallas_kernels.lib.int4_kv`
 }
 DRAFT_QUANTIZATIONS = ("fp8",)

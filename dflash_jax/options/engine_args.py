@@ -38,7 +38,11 @@ class EngineArgs:
         server_names=("--quantization", "-q"),
     )
     kv_cache_dtype: str = option(
-        "auto", STORED, "type of stored keys and values; auto takes dtype, and fp8 is fp8_e4m3", server_group=ENGINE
+        "auto",
+        STORED,
+        "type of stored keys and values; auto takes dtype, fp8 is fp8_e4m3, and int4_had is 4 bits, with keys rotated "
+        "by a Hadamard transform",
+        server_group=ENGINE,
     )
     draft_kv_cache_dtype: str = option(
         "auto",

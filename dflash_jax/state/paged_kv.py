@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import LayerMask
 from pallas_kernels import Rotary, paged_attention, write_attend, write_context, write_kv
+from pallas_kernels.lib.int4_kv import Int4Pages
 
 _POOL, _HEADS, _HEAD = PartitionSpec(None, "tp"), PartitionSpec(None, None, "tp"), PartitionSpec("tp")
 
@@ -37,7 +38,8 @@ class PagedKVCache:
     place; the tables come with each step.
 
     Attributes:
-        keys: pools [P, K, S, H]; each holds the pages of its layers, one layer after another.
+        keys: pools [P, K, S, H], arrays or 4-bit numbers with scales; each holds the pages of its layers, one layer
+            after another.
         values: pools of values, as `keys`.
         k_scale: factor from a stored key to the key, by layer and kv head; None is 1.
         v_scale: factor from a stored value to the value, as `k_scale`.
@@ -47,8 +49,8 @@ class PagedKVCache:
         mesh: devices; kv heads are split over its axis `tp` where they divide evenly.
     """
 
-    keys: list[Float[Array, "_ K S H"]]
-    values: list[Float[Array, "_ K S H"]]
+    keys: list[Float[Array, "_ K S H"] | Int4Pages]
+    values: list[Float[Array, "_ K S H"] | Int4Pages]
     k_scale: Float[Array, "L K"] | None = None
     v_scale: Float[Array, "L K"] | None = None
     tables: tuple[Int[Array, "B M"], ...] = ()
@@ -140,12 +142,12 @@ class PagedKVCache:
         assert place is not None
         return place
 
-    def _pools(self, layer: int) -> tuple[Float[Array, "_ K S H"], Float[Array, "_ K S H"]]:
+    def _pools(self, layer: int) -> tuple[Float[Array, "_ K S H"] | Int4Pages, Float[Array, "_ K S H"] | Int4Pages]:
         """A layer's pools of keys and of values."""
         pool = self._place(layer).pool
         return self.keys[pool], self.values[pool]
 
-    def _with_pools(self, layer: int, k_pages: Array, v_pages: Array) -> PagedKVCache:
+    def _with_pools(self, layer: int, k_pages: Array | Int4Pages, v_pages: Array | Int4Pages) -> PagedKVCache:
         keys, values, pool = list(self.keys), list(self.values), self._place(layer).pool
         keys[pool], values[pool] = k_pages, v_pages
         return replace(self, keys=keys, values=values)

@@ -1,32 +1,28 @@
-"""How much memory steps need, how many pages fit beside them, and the pools that hold the pages."""
+"""How much memory steps need, and how many pages fit beside them."""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
 from dflash_jax.base.errors import ConfigError
-from dflash_jax.engine.device.slots import DEFERRED, Caches
+from dflash_jax.engine.device.slots import DEFERRED
 from dflash_jax.options import EngineConfig
-from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import DecoderConfig, DraftConfig, TargetConfig
 from dflash_jax.state import recurrent
 from dflash_jax.state.group import PageGroup, SnapshotGroup
 from dflash_jax.state.layout import Layout
-from dflash_jax.state.paged_kv import PagedKVCache, Place
-from dflash_jax.weights.loader import KVScales
+from pallas_kernels.lib import int4_kv
 from pallas_kernels.paged_attention import MOST_WIDENED
 
 CPU_CACHE_BYTES = 4 << 30  # for keys and values, where devices do not say how much memory they have
 LOGITS_COPIES = 6  # float32 [rows, V] that sampling holds at once: logits, scaled, sorted, probabilities, sum, noise
 SAMPLING_STATE_BYTES = 10  # bytes of `Controls` for each token of the vocabulary and each slot
-ADDRESSABLE_BYTES = 2 << 30  # of the largest 8-bit pool below 4 GiB that Triton kernels can address
 FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 
 MOST_SNAPSHOTS = 16  # snapshots of recurrent states for each slot: more would hardly be hit
@@ -43,7 +39,9 @@ def group_of(layer_window: int | None) -> int:
 def bytes_per_token(model: DecoderConfig, dtype: jnp.dtype, tensor_parallel_size: int) -> int:
     """Bytes of keys and values of one token in one layer, on all devices together."""
     copies = 1 if model.num_key_value_heads % tensor_parallel_size == 0 else tensor_parallel_size
-    return 2 * copies * model.num_key_value_heads * model.head_dim * dtype.itemsize
+    size = model.head_dim
+    head_bytes = int4_kv.head_bytes(size) if dtype == int4_kv.DTYPE else size * dtype.itemsize
+    return 2 * copies * model.num_key_value_heads * head_bytes
 
 
 def group_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> tuple[int, int]:
@@ -64,8 +62,10 @@ def plan_layout(target: TargetConfig, draft: DraftConfig | None, config: EngineC
     as `max_num_seqs` sequences can need; the full group gets the rest, but no more than these sequences can fill.
 
     Raises:
-        ConfigError: the memory does not hold one sequence of `max_model_len`, or the target has no attention.
+        ConfigError: the memory does not hold one sequence of `max_model_len`, the target has no attention, or a model's
+            head size does not suit its `int4_had`.
     """
+    _check_head_sizes(target, draft, config)
     size, block = config.page_size, config.num_speculative_tokens + 1
     windows = [mask.window for mask in draft.layers if mask.window is not None] if draft else []
     window = max(windows) if windows else None
@@ -94,6 +94,15 @@ def plan_layout(target: TargetConfig, draft: DraftConfig | None, config: EngineC
     if not target.recurrent_layers:
         return Layout(size, block, width, pages)
     return Layout(size, block, width, (*pages, SnapshotGroup(snapshots)), snapshots=STATES)
+
+
+def _check_head_sizes(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> None:
+    stored: list[tuple[str, DecoderConfig, jnp.dtype]] = [("kv_cache_dtype", target, config.kv_cache_dtype)]
+    if draft is not None:
+        stored.append(("draft_kv_cache_dtype", draft, config.draft_kv_cache_dtype))
+    for name, model, dtype in stored:
+        if dtype == int4_kv.DTYPE and (reason := int4_kv.size_refusal(model.head_dim)):
+            raise ConfigError(f"{name}: {reason}; take fp8 or bfloat16.")
 
 
 def num_snapshots(target: TargetConfig, config: EngineConfig, budget: int, state_bytes: int) -> int:
@@ -288,114 +297,3 @@ def explain_out_of_memory() -> Iterator[None]:
             "kv_cache_memory_bytes, max_num_seqs, max_num_batched_tokens or max_model_len, or raise "
             "tensor_parallel_size."
         ) from error
-
-
-def place_layers(
-    groups: Sequence[int | None], layout: Layout, page_bytes: int, dtype: jnp.dtype
-) -> tuple[tuple[Place | None, ...], list[int]]:
-    """Where layers of these groups keep their pages, and how many pages each pool has.
-
-    The layers of a group share one pool, or several where `layers_of_pool` says that one would be too large.
-
-    Args:
-        groups: group of each layer; None for a layer without pages.
-        layout: how many pages a layer has.
-        page_bytes: bytes of the keys in one page, on one device.
-        dtype: of the pools.
-    """
-    places: dict[int, Place] = {}
-    sizes: list[int] = []
-    for group in (FULL, SLIDING):
-        pages = layout.groups[group].num_units
-        layers = [layer for layer, of in enumerate(groups) if of == group]
-        per_pool = layers_of_pool(len(layers), pages * page_bytes, dtype)
-        for start in range(0, len(layers), per_pool):
-            part = layers[start : start + per_pool]
-            places |= {layer: Place(group, len(sizes), i * pages) for i, layer in enumerate(part)}
-            sizes.append(len(part) * pages)
-    return tuple(places.get(layer) for layer in range(len(groups))), sizes
-
-
-def layers_of_pool(num_layers: int, layer_bytes: int, dtype: jnp.dtype) -> int:
-    """How many layers of a group share a pool of keys: all, or as few as keep each pool at 2 GiB or less.
-
-    Triton kernels address pools of 8-bit numbers with 32-bit offsets, which overflow from 2 to 4 GiB.
-
-    Args:
-        num_layers: layers of the group.
-        layer_bytes: bytes of the keys of one layer, on one device.
-        dtype: of the pool.
-    """
-    total = num_layers * layer_bytes
-    if dtype.itemsize > 1 or not ADDRESSABLE_BYTES < total <= 2 * ADDRESSABLE_BYTES:
-        return max(num_layers, 1)
-    if layer_bytes > ADDRESSABLE_BYTES:
-        logger.warning(
-            "the %s keys of one layer fill %.2f GiB of a device, and Triton kernels address no pool from 2 to 4 GiB: "
-            "slower kernels run instead; lower kv_cache_memory_bytes or keep these keys in bfloat16",
-            dtype.name,
-            layer_bytes / 2**30,
-        )
-        return 1
-    return ADDRESSABLE_BYTES // layer_bytes
-
-
-def make_caches(
-    target: TargetConfig,
-    draft: DraftConfig | None,
-    layout: Layout,
-    config: EngineConfig,
-    mesh: Mesh,
-    kv_scales: tuple[KVScales | None, KVScales | None] = (None, None),
-) -> Caches:
-    """Make empty pools for all layers, recurrent states, and room for deferred features.
-
-    Args:
-        target: the target.
-        draft: its drafter.
-        layout: how many pages each group has.
-        config: dtypes of the pools.
-        mesh: devices; kv heads are split over them where they divide evenly.
-        kv_scales: scales of the target and of the drafter; only fp8 pools use them.
-
-    Raises:
-        ConfigError: the pools do not fit in the memory.
-    """
-
-    def cache(
-        model: DecoderConfig, groups: list[int | None], dtype: jnp.dtype, scales: KVScales | None
-    ) -> PagedKVCache:
-        page = (model.num_key_value_heads, layout.page_size, model.head_dim)
-        devices = mesh.size if mesh.share(page[0]) else 1
-        places, pages = place_layers(groups, layout, math.prod(page) * dtype.itemsize // devices, dtype)
-
-        def pools() -> list[jax.Array]:
-            shapes = [(number, *page) for number in pages]
-            return [jnp.zeros(shape, dtype, device=mesh.place(("P", "K", "S", "H"), shape)) for shape in shapes]
-
-        of_heads = {}
-        if scales is not None and dtype in FP8:
-            place = mesh.place(("L", "K"), scales.k.shape)
-            of_heads = {"k_scale": jax.device_put(scales.k, place), "v_scale": jax.device_put(scales.v, place)}
-        return PagedKVCache(pools(), pools(), **of_heads, places=places, mesh=mesh)
-
-    deferred = (config.max_num_seqs, DEFERRED, feature_size(target, draft))
-    with explain_out_of_memory():
-        caches = Caches(
-            target=cache(
-                target,
-                [FULL if i in target.attention_layers else None for i in range(target.num_hidden_layers)],
-                config.kv_cache_dtype,
-                kv_scales[0],
-            ),
-            draft=PagedKVCache([], [], mesh=mesh),
-            features=jnp.zeros(deferred, config.dtype, device=mesh.place(("Q", "R", "C"), deferred)),
-        )
-        if draft is not None:
-            groups: list[int | None] = [group_of(layer.window) for layer in draft.layers]
-            caches = replace(caches, draft=cache(draft, groups, config.draft_kv_cache_dtype, kv_scales[1]))
-        if layout.snapshots is not None:
-            rows = layout.groups[layout.snapshots].num_units
-            states = recurrent.make_states(target, config.max_num_seqs, rows, layout.block, config.dtype, mesh)
-            caches = replace(caches, states=states)
-        return jax.block_until_ready(caches)

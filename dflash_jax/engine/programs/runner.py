@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int, UInt32
 from dflash_jax.engine.device import steps
 from dflash_jax.engine.device.acceptance import Confirm, accepted
 from dflash_jax.engine.device.controls import empty_controls
-from dflash_jax.engine.device.memory import make_caches
 from dflash_jax.engine.device.model import Model
+from dflash_jax.engine.device.pools import make_caches
 from dflash_jax.engine.device.shapes import StepShape
 from dflash_jax.engine.device.slots import (
     ANY,

@@ -54,6 +54,7 @@ ACCEPTED = [
     ("--quantization auto-round", "quantization", "auto-round"),
     ("-q gptq_marlin", "quantization", "gptq_marlin"),
     ("--kv-cache-dtype fp8", "kv_cache_dtype", "fp8"),
+    ("--kv-cache-dtype int4_had", "kv_cache_dtype", "int4_had"),
     ("--max-model-len 512", "max_model_len", 512),
     ("--max-model-len none", "max_model_len", None),
     ("--max_model_len=512", "max_model_len", 512),
