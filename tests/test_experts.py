@@ -338,7 +338,9 @@ def test_over_four_devices(name):
 def test_after_preemption():
     name = "q35_moe_tied"
     cases = golden_cases(name)
-    llm = golden_llm(name, page_size=8, max_model_len=232, kv_cache_memory_bytes=700_000, state_cache_fraction=0.2)
+    llm = golden_llm(
+        name, page_size=8, max_model_len=232, kv_cache_memory_bytes=700_000, state_cache_fraction=0.2, max_num_seqs=4
+    )
     prompts = [prompt(*case["input_ids"]) for case in cases]
     llm.compile(prompts, greedy(80))
     outputs = llm.generate(prompts, greedy(80))

@@ -117,7 +117,9 @@ def test_one_by_one_in_chunks(tokens):
 @pytest.mark.long
 def test_after_preemption():
     """`test_engine.py` preempts smaller hybrids at every stage."""
-    llm = golden_llm(PAIR, page_size=8, max_model_len=232, kv_cache_memory_bytes=950_000, state_cache_fraction=0.2)
+    llm = golden_llm(
+        PAIR, page_size=8, max_model_len=232, kv_cache_memory_bytes=950_000, state_cache_fraction=0.2, max_num_seqs=4
+    )
     llm.compile(PROMPTS, greedy(80))  # so that all run side by side from the first round
     outputs = llm.generate(PROMPTS, greedy(80))
     assert llm.engine.scheduler.num_preemptions > 0

@@ -69,7 +69,7 @@ def step_until(llm, is_done, seconds=120):
 def test_a_stream_goes_on_while_another_waits_for_its_programs(monkeypatch, hold):
     """The other's sampling mode has programs of its own, as on accelerators."""
     monkeypatch.setattr(Mesh, "is_cpu", False)
-    llm = golden_llm(PAIR)
+    llm = golden_llm(PAIR, max_num_seqs=4)
     llm.compile(prompt(*CASES[3]["input_ids"]), greedy(80, speculation=False))
     gate = hold(lambda label: "(reported)" in label)
     first = request(llm, CASES[3], speculation=False)
@@ -86,7 +86,7 @@ def test_a_stream_goes_on_while_another_waits_for_its_programs(monkeypatch, hold
 
 def test_sequences_take_turns_where_no_program_takes_all(hold):
     """None stands still until those before it have ended."""
-    llm = golden_llm(PAIR)
+    llm = golden_llm(PAIR, max_num_seqs=4)
     for case in CASES[:3]:
         llm.compile(prompt(*case["input_ids"]), greedy(80, speculation=False))
     gate = hold(lambda label: "of 2 sequences" in label or "of 4 sequences" in label)
@@ -105,7 +105,7 @@ def test_sequences_take_turns_where_no_program_takes_all(hold):
 
 def test_a_prompt_is_prefilled_by_what_there_is(hold):
     """Rather in some chunks that are compiled than in one that is not."""
-    llm = golden_llm(PAIR, enable_prefix_caching=False)
+    llm = golden_llm(PAIR, enable_prefix_caching=False, max_num_seqs=4)
     gate = hold(lambda label: "x 256 tokens" in label)
     case = {"input_ids": [*CASES[3]["input_ids"], *CASES[2]["input_ids"], *CASES[3]["input_ids"]]}
     assert 128 < len(case["input_ids"]) <= 256
@@ -121,7 +121,7 @@ def test_a_prompt_is_prefilled_by_what_there_is(hold):
 
 def test_a_batch_shrinks_into_rows_that_are_compiled(hold):
     """When others end, what is left goes on with rows to spare until its own program is there."""
-    llm = golden_llm(PAIR)
+    llm = golden_llm(PAIR, max_num_seqs=4)
     llm.engine.compile(Load(4, frozenset({64}), 200))
     ready = programs()
     for program in ready._programs.values():
@@ -176,7 +176,7 @@ def test_an_engine_goes_on_where_few_programs_fit(monkeypatch, caplog):
     monkeypatch.setattr(store, "_limit", FewMaps(store, 10))
     monkeypatch.setattr(store, "_at_once", 1)
     before = store.num_dropped
-    llm = golden_llm(PAIR, num_speculative_tokens=None)
+    llm = golden_llm(PAIR, num_speculative_tokens=None, max_num_seqs=4)
     prompts = [prompt(*case["input_ids"]) for case in CASES]
     for number, params in [
         (4, greedy(80)),
@@ -216,7 +216,7 @@ def test_engines_have_few_programs(max_model_len):
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_a_load_is_compiled_for_and_nothing_else(monkeypatch, on_cpu):
     monkeypatch.setattr(Mesh, "is_cpu", on_cpu)
-    llm = golden_llm(PAIR, num_speculative_tokens=None)
+    llm = golden_llm(PAIR, num_speculative_tokens=None, max_num_seqs=4)
     prompts = [prompt(*case["input_ids"]) for case in CASES[:2]]
     params = [greedy(40), SamplingParams(temperature=0.7, seed=1, max_tokens=40, min_tokens=9)]
     llm.compile(prompts, params)
