@@ -266,7 +266,7 @@ def train(args: argparse.Namespace, config: TargetConfig, train_tokens: np.ndarr
     params = TargetModel(config).init(seed, zeros, zeros, SequenceCache())["params"]
     if args.grow:
         smaller = target_config(read_json(args.out / "config.json"))
-        params = grown(load_params(args.out, smaller, jnp.float32), params)
+        params = grown(load_params(args.out, smaller, jnp.float32, keep_quantized=False), params)
     optimizer = make_optimizer(args.weight_decay)
     mesh = jax.make_mesh((jax.device_count(),), ("dp",), axis_types=(AxisType.Auto,))
     replicated = NamedSharding(mesh, P())

@@ -111,6 +111,7 @@ def load_params(
     *,
     transpose: bool = False,
     quantize: bool = False,
+    keep_quantized: bool = True,
 ) -> Params:
     """Load a model's parameters.
 
@@ -122,6 +123,7 @@ def load_params(
         place: gives the sharding of an array by its axes and shape; None leaves it on the default device.
         transpose: hold projections as CPUs want them: `Transposed`, and small ones in fp8 so, too.
         quantize: round matrices that are not quantised to fp8, except the gates of Gated DeltaNet.
+        keep_quantized: keep quantised matrices as they are stored; False widens those in fp8, for training.
 
     Returns:
         Nested dicts of arrays and weights, as the Flax modules take them.
@@ -135,7 +137,7 @@ def load_params(
         tensors = _without_skipped(folder, tensors)
     table = checkpoint_table(config, naming)
     parameters = parameters_of(table, config)
-    quantized = find_quantized(tensors, parameters, table, config, on_cpu=transpose)
+    quantized = find_quantized(tensors, parameters, table, config, on_cpu=transpose) if keep_quantized else {}
     _check(folder, tensors, table, config, naming, quantized)
     widened = sum(tensors[name].dtype in FP8 for p in parameters if p.is_experts for name in p.parts)
     if widened:
