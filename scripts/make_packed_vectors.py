@@ -20,19 +20,21 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import save_file
 
 OUTPUT = Path(__file__).parents[1] / "tests" / "data" / "packed" / "vectors.safetensors"
-O, I = 32, 64  # noqa: E741
+OUTPUTS, INPUTS = 32, 64
 Tensors = dict[str, torch.Tensor]
 
 
 def random(seed: int, group: int, *, symmetric: bool) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor]:
     """A layer that reaches beyond what 4 bits hold, scales [O, G] and zero points [O, G]."""
     generator = torch.Generator().manual_seed(seed)
-    groups = I // group
-    scales = torch.randint(33, 64, (O, groups), generator=generator) / 2.0**12
-    zeros = torch.randint(1, 16, (O, groups), generator=generator)
+    groups = INPUTS // group
+    scales = torch.randint(33, 64, (OUTPUTS, groups), generator=generator) / 2.0**12
+    zeros = torch.randint(1, 16, (OUTPUTS, groups), generator=generator)
     zeros = torch.full_like(zeros, 8) if symmetric else zeros
-    layer = torch.nn.Linear(I, O, bias=False)
-    numbers = torch.randint(-2, 18, (O, I), generator=generator)  # what is outside of 0 to 15 must be clamped
+    layer = torch.nn.Linear(INPUTS, OUTPUTS, bias=False)
+    numbers = torch.randint(
+        -2, 18, (OUTPUTS, INPUTS), generator=generator
+    )  # what is outside of 0 to 15 must be clamped
     spread = [array.repeat_interleave(group, 1) for array in (scales, zeros)]
     layer.weight.data = (numbers - spread[1]) * spread[0]
     return layer, scales, zeros
@@ -40,13 +42,13 @@ def random(seed: int, group: int, *, symmetric: bool) -> tuple[torch.nn.Linear, 
 
 def gptq(module: object, seed: int, group: int, *, symmetric: bool) -> Tensors:
     """Packed by auto-round's layer of GPTQ's packing; its product with the identity is the expected matrix."""
-    layer, scales, zeros = random(seed, I if group == -1 else group, symmetric=symmetric)
-    packed = module.QuantLinear(4, group, I, O, bias=False)
+    layer, scales, zeros = random(seed, INPUTS if group == -1 else group, symmetric=symmetric)
+    packed = module.QuantLinear(4, group, INPUTS, OUTPUTS, bias=False)
     packed.device = "cpu"  # the layer without an offset asks itself, and has none
     packed.pack_248_bits(layer, scales, zeros.float(), device="cpu")
     packed.scales = packed.scales.half()
     names = ("qweight", "qzeros", "scales")
-    return {name: getattr(packed, name) for name in names} | {"expected": packed(torch.eye(I).half()).T.float()}
+    return {name: getattr(packed, name) for name in names} | {"expected": packed(torch.eye(INPUTS).half()).T.float()}
 
 
 def awq(seed: int, group: int) -> Tensors:

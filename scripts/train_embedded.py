@@ -45,7 +45,8 @@ from dflash_jax.weights.export import save_json, save_model
 from dflash_jax.weights.formats.fp8 import to_e4m3
 from dflash_jax.weights.formats.weight import logits_of
 from dflash_jax.weights.loader import Params, load_params
-from dflash_jax.weights.tables import Parameter, build, checkpoint_table, output_axes, parameters_of
+from dflash_jax.weights.parameters import Parameter, build, output_axes, parameters_of
+from dflash_jax.weights.tables import checkpoint_table
 
 EOS, MASK = "<|endoftext|>", "<|mask|>"
 VOCAB_SIZE = 4096

@@ -39,7 +39,7 @@ from dflash_jax.models.drafters.dflash import DraftModel
 from dflash_jax.models.target import TargetModel
 from dflash_jax.spec import DecoderConfig, DraftConfig, TargetConfig, draft_config, target_config
 from dflash_jax.weights.loader import Params
-from dflash_jax.weights.tables import checkpoint_tensors
+from dflash_jax.weights.parameters import checkpoint_tensors
 from tests.dense_kv import DenseKVCache
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,8 +15,9 @@ from dflash_jax.text.tokenizer import Tokenizer
 from dflash_jax.weights.export import dense_params
 from dflash_jax.weights.folder import resolve_folder
 from dflash_jax.weights.loader import load_params
+from dflash_jax.weights.parameters import checkpoint_tensors, parameters_of
 from dflash_jax.weights.safetensors import list_tensors
-from dflash_jax.weights.tables import checkpoint_shape, checkpoint_table, checkpoint_tensors, parameters_of
+from dflash_jax.weights.tables import checkpoint_shape, checkpoint_table
 from tests.pairs import DRAFT, TARGET, random_tensors, write_byte_tokenizer, write_model
 
 CONFIG = target_config(TARGET)

@@ -16,8 +16,9 @@ from dflash_jax.spec.hybrid import text_raw_config
 from dflash_jax.weights.export import save_model
 from dflash_jax.weights.loader import load_params
 from dflash_jax.weights.naming import Naming, default_naming
+from dflash_jax.weights.parameters import checkpoint_tensors
 from dflash_jax.weights.safetensors import list_tensors
-from dflash_jax.weights.tables import checkpoint_table, checkpoint_tensors
+from dflash_jax.weights.tables import checkpoint_table
 from tests.pairs import (
     HYBRID,
     TARGET,

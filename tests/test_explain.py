@@ -18,7 +18,8 @@ from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import draft_config, target_config
 from dflash_jax.state.paged_kv import PagedKVCache, Place
 from dflash_jax.weights.formats.fp8 import quantize_draft
-from dflash_jax.weights.tables import build, checkpoint_table, parameters_of
+from dflash_jax.weights.parameters import build, parameters_of
+from dflash_jax.weights.tables import checkpoint_table
 from pallas_kernels import _compat
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.registry import Device, Operation

@@ -17,8 +17,8 @@ from dflash_jax.spec import DraftConfig, LayerSpec, RopeConfig, draft_config, re
 from dflash_jax.weights import export
 from dflash_jax.weights.export import dense_params, draft_raw_config, quantize_rows, save_json, save_model, save_tensors
 from dflash_jax.weights.loader import load_params
+from dflash_jax.weights.parameters import checkpoint_tensors
 from dflash_jax.weights.safetensors import list_tensors
-from dflash_jax.weights.tables import checkpoint_tensors
 from tests.pairs import DRAFT, TARGET, write_model
 
 HALF_STEP = 2.0**-4  # of e4m3: 3 bits of mantissa, so half a step is 1/16 of a number at most

@@ -13,7 +13,7 @@ from dflash_jax.text.tokenizer import Tokenizer
 from dflash_jax.weights import folder as folders
 from dflash_jax.weights.folder import resolve_folder, resolve_folders
 from dflash_jax.weights.loader import load_params
-from dflash_jax.weights.tables import checkpoint_tensors
+from dflash_jax.weights.parameters import checkpoint_tensors
 from tests.pairs import DRAFT, TARGET, write_model
 
 gguf = pytest.importorskip("gguf", reason="scripts/get_smollm2.py needs it, the package does not")

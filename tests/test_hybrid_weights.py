@@ -19,15 +19,9 @@ from dflash_jax.weights.formats.transposed import Transposed
 from dflash_jax.weights.initial import initializer
 from dflash_jax.weights.loader import load_kv_scales, load_params
 from dflash_jax.weights.orders import inverse, rotary_order
+from dflash_jax.weights.parameters import PROJECTIONS, checkpoint_tensors, declare, parameters_of
 from dflash_jax.weights.safetensors import list_tensors
-from dflash_jax.weights.tables import (
-    PROJECTIONS,
-    checkpoint_table,
-    checkpoint_tensors,
-    declare,
-    gated_delta_table,
-    parameters_of,
-)
+from dflash_jax.weights.tables import checkpoint_table, gated_delta_table
 from pallas_kernels.lib.rotary import rotate
 from tests.pairs import GOLDEN, HYBRID, random_tensors, write_model
 

@@ -12,9 +12,9 @@ from dflash_jax.spec.quantization import quantizes
 from dflash_jax.weights import packing
 from dflash_jax.weights.export import save_tensors
 from dflash_jax.weights.layouts import compressed, packed_by_groups
+from dflash_jax.weights.parameters import Parameter
 from dflash_jax.weights.quantized import grouped
 from dflash_jax.weights.safetensors import list_tensors
-from dflash_jax.weights.tables import Parameter
 from pallas_kernels.quantized_product.reference import widened
 from tests.conftest import DATA
 from tests.packers import AUTO_ROUND, AWQ, COMPRESSED, GPTQ, GPTQ_V2, LAYOUTS, config_of, packed

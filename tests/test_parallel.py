@@ -15,7 +15,8 @@ from dflash_jax.parallel.collectives import AUTOMATIC, Devices, likeliest, look_
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import target_config
 from dflash_jax.weights.formats.fp8 import Quantized, to_e4m3
-from dflash_jax.weights.tables import build, checkpoint_table, parameters_of
+from dflash_jax.weights.parameters import build, parameters_of
+from dflash_jax.weights.tables import checkpoint_table
 from pallas_kernels import Peers, _compat
 from tests.pairs import TARGET, empty_cache
 

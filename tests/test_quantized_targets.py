@@ -15,7 +15,7 @@ from dflash_jax.weights.export import dense_params
 from dflash_jax.weights.formats.grouped import Grouped
 from dflash_jax.weights.formats.side_by_side import SideBySide
 from dflash_jax.weights.loader import load_params
-from dflash_jax.weights.tables import PROJECTIONS, checkpoint_tensors
+from dflash_jax.weights.parameters import PROJECTIONS, checkpoint_tensors
 from tests.packers import GPTQ_V2, packed
 from tests.pairs import GOLDEN, HYBRID, golden_llm, random_tensors
 

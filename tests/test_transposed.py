@@ -10,7 +10,7 @@ from dflash_jax.spec import draft_config, target_config
 from dflash_jax.weights.formats.transposed import Transposed, inputs_first
 from dflash_jax.weights.formats.weight import project
 from dflash_jax.weights.loader import load_params
-from dflash_jax.weights.tables import PROJECTIONS
+from dflash_jax.weights.parameters import PROJECTIONS
 from tests.pairs import DRAFT, TARGET, greedy, prompt, tokens_of, write_model
 
 

@@ -22,7 +22,7 @@ from dflash_jax.weights.formats.side_by_side import SideBySide
 from dflash_jax.weights.formats.transposed import Transposed, inputs_first
 from dflash_jax.weights.formats.weight import project, weight_of
 from dflash_jax.weights.loader import load_params
-from dflash_jax.weights.tables import PROJECTIONS
+from dflash_jax.weights.parameters import PROJECTIONS
 from pallas_kernels import _compat, gated, largest
 from tests.pairs import DRAFT, TARGET, greedy, tokens_of, write_model
 from tests.test_lossless import prompts_of

@@ -26,8 +26,9 @@ from dflash_jax.weights.drafter import read_draft_config
 from dflash_jax.weights.formats.grouped import Grouped
 from dflash_jax.weights.initial import initializer
 from dflash_jax.weights.loader import Params
+from dflash_jax.weights.parameters import PROJECTIONS, Parameter, build, output_axes, parameters_of
 from dflash_jax.weights.quantized import placed
-from dflash_jax.weights.tables import PROJECTIONS, Parameter, build, checkpoint_table, output_axes, parameters_of
+from dflash_jax.weights.tables import checkpoint_table
 
 DRAFT_BLOCK = 16  # of all drafters that z-lab publishes
 GROUP = 128  # inputs that share a scale in published checkpoints

@@ -21,7 +21,8 @@ from dflash_jax.models.rope import Rope, rope_tables
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.spec import DecoderConfig, Dense
 from dflash_jax.weights.formats.protocol import QuantizedRows
-from dflash_jax.weights.tables import declare, norms_table
+from dflash_jax.weights.parameters import declare
+from dflash_jax.weights.tables import norms_table
 from pallas_kernels.lib.norm import rms_norm
 
 

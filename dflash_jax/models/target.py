@@ -19,7 +19,8 @@ from dflash_jax.parallel.collectives import AUTOMATIC, Devices, look_up
 from dflash_jax.spec import TargetConfig
 from dflash_jax.weights.formats.protocol import Weight, plain
 from dflash_jax.weights.formats.weight import logits_of
-from dflash_jax.weights.tables import declare, outer_table
+from dflash_jax.weights.parameters import declare
+from dflash_jax.weights.tables import outer_table
 from pallas_kernels.gated_delta import Weights
 from pallas_kernels.lib.norm import rms_norm
 from pallas_kernels.lib.rotary import split_heads

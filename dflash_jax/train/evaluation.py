@@ -23,7 +23,8 @@ from dflash_jax.train.dataset import DEFAULT_EVAL_SAMPLES
 from dflash_jax.train.pair import Pair
 from dflash_jax.weights.formats.protocol import Weight
 from dflash_jax.weights.loader import Params
-from dflash_jax.weights.tables import Parameter, build, checkpoint_table, parameters_of
+from dflash_jax.weights.parameters import Parameter, build, parameters_of
+from dflash_jax.weights.tables import checkpoint_table
 
 KV_CACHE_BYTES = 2**30
 BEGINNING = 64  # tokens of a text without a prompt that serve as its prompt
@@ -136,5 +137,6 @@ def _places(parameter: Parameter, leaf: jax.Array | Weight, mesh: Mesh) -> Any:
     specs = next((leaf.shard(axis, name) for axis, name in enumerate(place.spec) if name is not None), None)
     if specs is None:
         return jax.tree.map(lambda _: mesh.whole, leaf)
-    is_spec = lambda value: isinstance(value, PartitionSpec)  # noqa: E731
-    return jax.tree.map(lambda spec: NamedSharding(mesh.devices, spec), specs, is_leaf=is_spec)
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh.devices, spec), specs, is_leaf=lambda value: isinstance(value, PartitionSpec)
+    )

@@ -24,7 +24,8 @@ from dflash_jax.train.cache import SequenceCache
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.objective import Batch, Measured, block_loss, target_features
 from dflash_jax.weights.loader import Params
-from dflash_jax.weights.tables import Parameter, build, checkpoint_table, parameters_of
+from dflash_jax.weights.parameters import Parameter, build, parameters_of
+from dflash_jax.weights.tables import checkpoint_table
 
 
 class TrainState(NamedTuple):

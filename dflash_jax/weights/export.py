@@ -21,16 +21,9 @@ from dflash_jax.spec import DraftConfig, LayerSpec, RopeConfig, TargetConfig
 from dflash_jax.spec.hybrid import text_raw_config
 from dflash_jax.weights.formats.protocol import Weight
 from dflash_jax.weights.loader import Params
+from dflash_jax.weights.parameters import FLOAT32, Parameter, build, checkpoint_tensors, output_axes, parameters_of
 from dflash_jax.weights.safetensors import INDEX_NAME, SINGLE_NAME
-from dflash_jax.weights.tables import (
-    FLOAT32,
-    Parameter,
-    build,
-    checkpoint_table,
-    checkpoint_tensors,
-    output_axes,
-    parameters_of,
-)
+from dflash_jax.weights.tables import checkpoint_table
 
 WeightDtype = Literal["float32", "bfloat16", "fp8_e4m3"]
 

@@ -289,6 +289,9 @@ def _ordered(matrix: Matrix, group: int, index: TensorInfo | None) -> Matrix:
 def _evened(matrix: Matrix, group: int) -> Matrix:
     """With groups that divide the inputs: a last one that is smaller makes all of them smaller."""
     even = math.gcd(group, matrix.inputs)
-    repeat = lambda array: np.repeat(array, group // even, axis=1)[:, : matrix.inputs // even]  # noqa: E731
-    zeros = None if matrix.zeros is None else repeat(matrix.zeros)
-    return replace(matrix, scales=repeat(matrix.scales), zeros=zeros)
+
+    def repeated(of_groups: np.ndarray) -> np.ndarray:
+        return np.repeat(of_groups, group // even, axis=1)[:, : matrix.inputs // even]
+
+    zeros = None if matrix.zeros is None else repeated(matrix.zeros)
+    return replace(matrix, scales=repeated(matrix.scales), zeros=zeros)

@@ -28,18 +28,10 @@ from dflash_jax.weights.formats.transposed import Transposed, inputs_first
 from dflash_jax.weights.formats.weight import weight_of
 from dflash_jax.weights.layouts import SCALE_SUFFIXES, Stored, dequantized, rounded
 from dflash_jax.weights.naming import Naming, naming_of
+from dflash_jax.weights.parameters import Parameter, build, output_axes, parameters_of
 from dflash_jax.weights.quantized import find_quantized, grouped, uniform
 from dflash_jax.weights.safetensors import TensorInfo, list_tensors
-from dflash_jax.weights.tables import (
-    IGNORED_TENSORS,
-    Parameter,
-    build,
-    checkpoint_shape,
-    checkpoint_table,
-    kv_scale_names,
-    output_axes,
-    parameters_of,
-)
+from dflash_jax.weights.tables import IGNORED_TENSORS, checkpoint_shape, checkpoint_table, kv_scale_names
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,9 @@ from dflash_jax.weights.layouts import (
     fp8,
     packed_by_groups,
 )
+from dflash_jax.weights.parameters import Parameter, output_axes
 from dflash_jax.weights.safetensors import TensorInfo
-from dflash_jax.weights.tables import Parameter, checkpoint_shape, output_axes
+from dflash_jax.weights.tables import checkpoint_shape
 from pallas_kernels.quantized_product.layout import PLACES, span_of_group
 
 Placement = Callable[[tuple[str, ...], tuple[int, ...]], Sharding | None]

@@ -88,8 +88,9 @@ def size_refusal(head_size: int) -> str | None:
 def shapes(shape: tuple[int, ...]) -> Int4Pages:
     """The shapes and dtypes of the arrays of a pool, given the shape [P, K, S, H] of its elements."""
     *rows, size = shape
-    of_heads = jax.ShapeDtypeStruct(tuple(rows), SCALE_DTYPE)
-    return Int4Pages(jax.ShapeDtypeStruct((*rows, size // 2), jnp.uint8), of_heads, of_heads)  # type: ignore[arg-type]
+    numbers: Any = jax.ShapeDtypeStruct((*rows, size // 2), jnp.uint8)  # shapes stand where the arrays will
+    of_heads: Any = jax.ShapeDtypeStruct(tuple(rows), SCALE_DTYPE)
+    return Int4Pages(numbers, of_heads, of_heads)
 
 
 def head_bytes(head_size: int) -> int:

@@ -126,7 +126,7 @@ def chosen(name: str, card: Card, call: tuple[Any, ...]) -> str:
         return names.pop()
 
 
-def shape(*dimensions: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
+def shape(*dimensions: int, dtype: Any = BF16) -> Any:
     return jax.ShapeDtypeStruct(dimensions, dtype)
 
 
@@ -196,9 +196,9 @@ _HEADS_OF_MODELS = (  # [V, D]
 def _gated_delta(dtype: Any, tape: int, key_dim: int) -> tuple[Kept, Weights]:
     channels = 2 * key_dim + 3 * 128
     state, gates = shape(32, 48, key_dim, 128, dtype=F32), shape(32, tape, 48, 2, dtype=dtype)
-    kept = Kept(state, shape(32, 3 + tape, 16, channels, dtype=dtype), gates)  # type: ignore[arg-type]
+    kept = Kept(state, shape(32, 3 + tape, 16, channels, dtype=dtype), gates)
     weights = shape(16, channels, 4, dtype=dtype), shape(48, dtype=F32), shape(48, dtype=F32)
-    return kept, Weights(*weights)  # type: ignore[arg-type]
+    return kept, Weights(*weights)
 
 
 def _experts(dtype: Any, tokens: int, X: int, M: int, D: int) -> tuple[Any, ...]:
@@ -212,7 +212,7 @@ def _attention(B: int, heads: tuple[int, int, int], dtype: Any, S: int = 64, q: 
         pool, ints, scales = shape(B * M + 1, K, S, H, dtype=dtype), shape(B, dtype=jnp.int32), shape(K, dtype=F32)
         table = shape(B, M, dtype=jnp.int32)
         arrays = (shape(B, T, N, H, dtype=q), pool, pool, table, ints, ints, ints, scales, scales)
-        yield (Arguments(*arrays, mask="causal", window=None, scale=1.0),)  # type: ignore[arg-type]
+        yield (Arguments(*arrays, mask="causal", window=None, scale=1.0),)
 
 
 def lines() -> Iterator[str]:

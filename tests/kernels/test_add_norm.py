@@ -16,7 +16,8 @@ from dflash_jax.models.target import TargetModel
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import target_config
-from dflash_jax.weights.tables import build, checkpoint_table, parameters_of
+from dflash_jax.weights.parameters import build, parameters_of
+from dflash_jax.weights.tables import checkpoint_table
 from pallas_kernels import _compat, add_norm
 from pallas_kernels.add_norm import triton
 from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, mesh_of

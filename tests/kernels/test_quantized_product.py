@@ -19,11 +19,11 @@ from pallas_kernels.registry import Device
 from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, error, mesh_of
 from tests.kernels.conftest import ON_GPU
 
-O, I = 72, 512  # noqa: E741 - rows that no tile divides
+OUTPUTS, INPUTS = 72, 512  # rows that no tile divides
 INTERPRET = not ON_GPU
 
 
-def operands(kind, group, tokens=(3,), outputs=O, inputs=I, seed=0):
+def operands(kind, group, tokens=(3,), outputs=OUTPUTS, inputs=INPUTS, seed=0):
     """x, values, scales and zeros, and the weight that they stand for in float64, number by number."""
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.standard_normal((*tokens, inputs)), BF16)
@@ -56,7 +56,7 @@ def test_product(implementation, kind, group, tokens):
     interpret = INTERPRET and implementation == "triton"
     run = jax.jit(functools.partial(quantized_product, implementation=implementation, interpret=interpret, dtype=F32))
     found = run(x, *weight)
-    assert (found.dtype, found.shape) == (F32, (*tokens, O))
+    assert (found.dtype, found.shape) == (F32, (*tokens, OUTPUTS))
     assert error(found, np.asarray(x, np.float64) @ wide.T) < 2e-6  # 16-bit weights would be off by 1e-3
 
 
@@ -65,7 +65,7 @@ def test_parts_sum_to_the_product(kind):
     (x, *weight), wide = operands(kind, 64, (2, 3))
     config = Config(rows=32, tokens=16, splits=4)
     parts = triton.quantized_product(x, *weight, BF16, config=config, interpret=INTERPRET)
-    assert (parts.dtype, parts.shape) == (F32, (4, 2, 3, O))
+    assert (parts.dtype, parts.shape) == (F32, (4, 2, 3, OUTPUTS))
     assert error(parts.sum(0), np.asarray(x, np.float64) @ wide.T) < 2e-6
     assert error(parts[0], np.asarray(x, np.float64)[..., :128] @ wide[:, :128].T) < 2e-6
 
@@ -79,7 +79,7 @@ def test_tiles_of_many_tokens():
 def test_the_reference_widens_a_large_weight_in_blocks(monkeypatch):
     from pallas_kernels.quantized_product import reference
 
-    monkeypatch.setattr(reference, "WIDENED", O * I // 5)
+    monkeypatch.setattr(reference, "WIDENED", OUTPUTS * INPUTS // 5)
     (x, *weight), wide = operands("zeros", 32)
     assert error(quantized_product(x, *weight, F32), np.asarray(x, np.float64) @ wide.T) < 2e-6
 
@@ -178,7 +178,11 @@ def test_refusals(dtype, group, reason):
 
 @pytest.mark.parametrize(
     "change",
-    [{"values": jnp.zeros((O, I), jnp.int8)}, {"scales": jnp.ones((O, 3))}, {"zeros": jnp.zeros((O, 4))}],
+    [
+        {"values": jnp.zeros((OUTPUTS, INPUTS), jnp.int8)},
+        {"scales": jnp.ones((OUTPUTS, 3))},
+        {"zeros": jnp.zeros((OUTPUTS, 4))},
+    ],
     ids=["values", "scales", "zeros"],
 )
 def test_what_does_not_fit_is_said(change):

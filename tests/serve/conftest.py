@@ -2,7 +2,9 @@
 
 import openai
 import pytest
+from tokenizers import Tokenizer
 
+from tests.pairs import RECITER
 from tests.serve.live import NAME, serving
 
 FLAGS = (
@@ -30,3 +32,10 @@ def client(live):
     """OpenAI's client of the server."""
     with openai.OpenAI(base_url=f"{live.base}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def tight():
+    """A bias against white space, which the model would write without end between the parts of JSON."""
+    tokenizer = Tokenizer.from_file(str(RECITER / "target" / "tokenizer.json"))
+    return {str(i): -100 for i in range(tokenizer.get_vocab_size()) if tokenizer.decode([i]).isspace()}

@@ -9,7 +9,10 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+
+from pydantic import BaseModel, Field
 
 from tests.pairs import RECITER
 
@@ -127,3 +130,20 @@ def serving(folder: Path, *flags: str, wait: bool = True):
 def resident_megabytes(pid: int) -> float:
     """Resident memory of a process, in megabytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6
+
+
+def says(text):
+    """The extra body that makes the model say a text."""
+    return {"structured_outputs": {"choice": [text]}}
+
+
+class Colour(StrEnum):
+    RED, BLUE = "red", "blue"
+
+
+class Thing(BaseModel):
+    """What the model is asked to answer as JSON."""
+
+    colour: Colour
+    name: str = Field(max_length=6)
+    wheels: int = Field(ge=0, le=9)

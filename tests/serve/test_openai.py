@@ -3,15 +3,11 @@
 import asyncio
 import json
 import math
-from enum import StrEnum
 
 import openai
 import pytest
-from pydantic import BaseModel, Field
-from tokenizers import Tokenizer
 
-from tests.pairs import RECITER
-from tests.serve.live import NAME
+from tests.serve.live import NAME, Thing, says
 
 LICENCE = "You may reproduce and distribute copies of the"
 HI = [{"role": "user", "content": "Hi"}]
@@ -31,18 +27,6 @@ TIME = {"type": "function", "function": {"name": "get_time"}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 CALL_TIME = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 REASONED = "<think>\nRome it is.\n</think>\n\nGo to Rome."
-
-
-def says(text):
-    """The extra body that makes the model say a text."""
-    return {"structured_outputs": {"choice": [text]}}
-
-
-@pytest.fixture(scope="module")
-def tight():
-    """A bias against white space, which the model would write without end between the parts of JSON."""
-    tokenizer = Tokenizer.from_file(str(RECITER / "target" / "tokenizer.json"))
-    return {str(i): -100 for i in range(tokenizer.get_vocab_size()) if tokenizer.decode([i]).isspace()}
 
 
 def chat(client, messages=HI, **options):
@@ -225,16 +209,6 @@ def test_prompt_logprobs_and_token_ids(client):
     assert len(answer.choices[0].token_ids) == 4
     choice = complete(client, max_tokens=4, extra_body=extra).choices[0]
     assert len(choice.prompt_logprobs) == len(choice.prompt_token_ids)
-
-
-class Colour(StrEnum):
-    RED, BLUE = "red", "blue"
-
-
-class Thing(BaseModel):
-    colour: Colour
-    name: str = Field(max_length=6)
-    wheels: int = Field(ge=0, le=9)
 
 
 def test_parse_into_a_model(client, tight):

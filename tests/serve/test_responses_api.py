@@ -7,8 +7,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from tests.serve.live import NAME
-from tests.serve.test_openai import Thing, says, tight  # noqa: F401
+from tests.serve.live import NAME, Thing, says
 
 LICENCE = "You may reproduce and distribute copies of the"
 WEATHER = {
@@ -129,7 +128,7 @@ def test_the_stream_helper(client):
     assert same.output_text == response.output_text
 
 
-def test_parse_into_a_model(client, tight):  # noqa: F811
+def test_parse_into_a_model(client, tight):
     extra = {"logit_bias": tight, "seed": 2}
     options = {"input": "Hi", "text_format": Thing, "max_output_tokens": 200, "extra_body": extra}
     thing = client.responses.parse(model=NAME, **options).output_parsed
@@ -150,7 +149,7 @@ def test_a_tool_and_its_result(client):
     assert respond(client, items, tools=tools, extra_body=says("Sun.")).output_text == "Sun."
 
 
-def test_forced_tools(client, tight):  # noqa: F811
+def test_forced_tools(client, tight):
     options = {"tools": [TIME, WEATHER], "extra_body": {"logit_bias": tight, "seed": 1}}
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]}
     for choice in ({"type": "function", "name": "get_weather"}, allowed):

@@ -7,7 +7,7 @@ from contextlib import closing
 import httpx
 import pytest
 
-from tests.serve.live import NAME
+from tests.serve.live import NAME, says
 
 LICENCE = "You may reproduce and distribute copies of the"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200}
@@ -18,11 +18,6 @@ CALLS = (
     '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 )
 WORLD = "Größe: 日本語 🌊 👩‍🚀 and é中文"
-
-
-def says(text):
-    """The fields of a body that make the model say a text."""
-    return {"structured_outputs": {"choice": [text]}}
 
 
 def events(live, path, body):

@@ -9,7 +9,8 @@ from dflash_jax import ConfigError
 from dflash_jax.spec import draft_config
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.state import make_optimizer
-from dflash_jax.weights.tables import build, checkpoint_table, parameters_of
+from dflash_jax.weights.parameters import build, parameters_of
+from dflash_jax.weights.tables import checkpoint_table
 
 DRAFT = draft_config(
     {

@@ -19,7 +19,8 @@ from dflash_jax.spec import DraftConfig
 from dflash_jax.weights.formats.fp8 import CONTEXT
 from dflash_jax.weights.formats.protocol import QuantizedRows, Weight
 from dflash_jax.weights.formats.weight import project
-from dflash_jax.weights.tables import declare, outer_table
+from dflash_jax.weights.parameters import declare
+from dflash_jax.weights.tables import outer_table
 from pallas_kernels.lib.norm import rms_norm
 from pallas_kernels.lib.rotary import Rotary
 

@@ -16,7 +16,8 @@ from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.spec import DecoderConfig, FullAttention, WindowAttention
 from dflash_jax.weights.formats.protocol import QuantizedRows
 from dflash_jax.weights.formats.weight import weight_of
-from dflash_jax.weights.tables import attention_table, declare
+from dflash_jax.weights.parameters import declare
+from dflash_jax.weights.tables import attention_table
 from pallas_kernels.lib.rotary import Rotary
 
 

@@ -13,7 +13,8 @@ from dflash_jax.models.rope import Rope
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.spec import DecoderConfig, GatedDelta
 from dflash_jax.weights.formats.protocol import QuantizedRows
-from dflash_jax.weights.tables import declare, gated_delta_table
+from dflash_jax.weights.parameters import declare
+from dflash_jax.weights.tables import gated_delta_table
 from pallas_kernels.gated_delta import Weights
 
 ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}

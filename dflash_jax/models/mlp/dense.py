@@ -9,7 +9,8 @@ from dflash_jax.models.projections import project_add_norm, project_swiglu
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.spec import DecoderConfig
 from dflash_jax.weights.formats.protocol import QuantizedRows
-from dflash_jax.weights.tables import declare, mlp_table
+from dflash_jax.weights.parameters import declare
+from dflash_jax.weights.tables import mlp_table
 
 
 class MLP(nn.Module):

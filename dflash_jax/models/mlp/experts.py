@@ -17,7 +17,8 @@ from dflash_jax.parallel.mesh import AXIS, SPLIT_FIRST, WHOLE
 from dflash_jax.spec import DecoderConfig, Experts
 from dflash_jax.weights.formats.protocol import QuantizedRows, Weight, plain
 from dflash_jax.weights.formats.weight import weight_of
-from dflash_jax.weights.tables import Table, declare, experts_table, shared_expert_table, sparse_mlp_table
+from dflash_jax.weights.parameters import declare
+from dflash_jax.weights.tables import Table, experts_table, shared_expert_table, sparse_mlp_table
 from pallas_kernels import add_norm, all_reduce_add_norm, experts
 
 SPLIT_THIRD = PartitionSpec(None, None, AXIS)

@@ -91,7 +91,7 @@ class ToolChoice(BaseModel):
     disable_parallel_tool_use: bool | None = None
 
     def of_chat(self) -> str | dict[str, Any]:
-        """The same choice as OpenAI's `tool_choice`.
+        """What OpenAI's `tool_choice` calls this choice.
 
         Raises:
             APIError: 400; a tool shall be called, and none is named.

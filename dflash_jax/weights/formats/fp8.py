@@ -19,7 +19,8 @@ from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, Int
 
 from dflash_jax.spec import DraftConfig
 from dflash_jax.weights.formats.protocol import Product, QuantizedRows, Rows
-from dflash_jax.weights.tables import PROJECTIONS, Parameter, build, checkpoint_table, output_axes, parameters_of
+from dflash_jax.weights.parameters import PROJECTIONS, Parameter, build, output_axes, parameters_of
+from dflash_jax.weights.tables import checkpoint_table
 from pallas_kernels import gated, largest, largest_product, product, quantize_gated, quantize_rows, split_product
 
 QUANTIZED = (*PROJECTIONS, "lm_head")
