@@ -9,18 +9,20 @@ from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, UInt8, UInt16
 
 from pallas_kernels import registry
 from pallas_kernels.quantized_product.layout import PLACES
-from pallas_kernels.registry import AMPERE_ON, FP8_GPUS
+from pallas_kernels.registry import AMPERE_ON, FP8_GPUS, HOPPER
 
 __all__ = ["FP8_PRODUCT", "INT4_PRODUCT", "operation_of", "quantized_product", "split_quantized_product"]
 
-Implementation = Literal["triton", "reference"]
+Implementation = Literal["mosaic", "triton", "reference"]
 
 
 def _operation(name: str, gpus: registry.Capability) -> registry.Operation:
+    mosaic = "pallas_kernels.quantized_product.mosaic:quantized_product"
     triton = "pallas_kernels.quantized_product.triton:quantized_product"
     return registry.Operation(  # a call is (x, values, scales, zeros, dtype of the result)
         name,
         (
+            registry.Implementation("mosaic", mosaic, HOPPER, refusal="refusal"),
             registry.Implementation("triton", triton, gpus, refusal="refusal", interprets=True),
             registry.Implementation("reference", "pallas_kernels.quantized_product.reference:quantized_product"),
         ),
@@ -51,9 +53,10 @@ def quantized_product(
       scales: bf16, f16 or f32.
       zeros: zero points of 4-bit numbers, 0 to 16; None is 8.
       dtype: of the result; None is x's.
-      implementation: ``"triton"``, for groups of a multiple of 32 inputs, or ``"reference"``, which leaves it to XLA;
-        None picks Triton on NVIDIA GPUs from sm_80, with e4m3 from sm_89. Only the reference can be split by XLA over
-        several devices; the kernel needs a ``shard_map`` around it there.
+      implementation: ``"mosaic"``, on Hopper for up to 64 tokens and groups of 128 inputs, ``"triton"``, for groups of
+        a multiple of 32 inputs, or ``"reference"``, which leaves it to XLA; None picks the first that can, Triton on
+        NVIDIA GPUs from sm_80, with e4m3 from sm_89. Only the reference can be split by XLA over several devices; the
+        kernels need a ``shard_map`` around them there.
       interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
 
     Raises:
@@ -77,12 +80,11 @@ def split_quantized_product(
     A weight of few rows does not fill the device otherwise. Args and errors are ``quantized_product``'s.
     """
     call = (x, values, scales, zeros, x.dtype)
-    if operation_of(values).pick(None, call).name == registry.REFERENCE:
+    picked = operation_of(values).pick(None, call)
+    if picked.name == registry.REFERENCE:
         return quantized_product(x, values, scales, zeros)
     _check(x, values, scales, zeros)
-    from pallas_kernels.quantized_product import triton
-
-    parts: Array = triton.quantized_product(*call, may_split=True)
+    parts: Array = picked.load()(*call, may_split=True)
     return parts
 
 

@@ -1,6 +1,7 @@
 """``python -m pallas_kernels.quantized_product.bench``: microseconds and bytes a second of products with few bits.
 
-Each product is checked against the reference first. `--sweep` times every configuration instead of the default one.
+Each product is checked against the reference first. `--sweep` times every configuration of the Triton kernel instead of
+the default one.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import _compat
 from pallas_kernels.lib import timing
-from pallas_kernels.quantized_product import reference, triton
+from pallas_kernels.quantized_product import mosaic, reference, triton
 from pallas_kernels.quantized_product.triton import Config
 
 SHAPES = {  # [O, I] of Qwen3.6-27B
@@ -55,44 +57,52 @@ def configs(kind: str, tokens: int, inputs: int) -> Iterator[Config]:
             yield Config(rows, block, stages, warps, parts, depth)
 
 
-def measure(kind: str, name: str, tokens: int, *, sweep: bool, bandwidth: float) -> list[dict[str, Any]]:
-    """Rows of the table, one for each configuration."""
-    shape = SHAPES[name]
+def measure(kind: str, weight_name: str, tokens: int, *, sweep: bool, bandwidth: float) -> list[dict[str, Any]]:
+    """Rows of the table, one for each implementation and configuration."""
+    shape = SHAPES[weight_name]
     _, *weight = jax.eval_shape(lambda: operands(kind, shape, 1, 0))
     weight_bytes = sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(weight))
     calls = max(2, min(16, BYTES // weight_bytes))
     data = [operands(kind, shape, tokens, seed) for seed in range(calls)]
     chosen = triton.default_config(*data[0][:3], may_split=True)
-    every = list(configs(kind, tokens, shape[1])) if sweep else [chosen]
+    every: list[tuple[str, Any]] = [("triton", config) for config in configs(kind, tokens, shape[1]) if sweep]
+    every = every or [("triton", chosen)]
+    if _compat.compute_capability() == (9, 0) and mosaic.refusal(*(*data[0], jnp.bfloat16)) is None:
+        every.append(("mosaic", mosaic.default_config(*data[0][:3])))
+    functions = {"triton": triton.quantized_product, "mosaic": mosaic.quantized_product}
 
-    def lower(config: Config) -> Any:
-        run = functools.partial(triton.quantized_product, dtype=jnp.bfloat16, config=config)
+    def lower(name: str, config: Any) -> Any:
+        run = functools.partial(functions[name], dtype=jnp.bfloat16, may_split=True, config=config)
         return jax.jit(lambda data: [run(*one) for one in data]).lower(data)
 
-    programs = timing.compile_all({config: functools.partial(lower, config) for config in every})
+    programs = timing.compile_all({pair: functools.partial(lower, *pair) for pair in every})
     wanted = jax.jit(functools.partial(reference.quantized_product, dtype=jnp.float32))(*data[-1])
     rows = []
-    for config, program in programs.items():
+    for (implementation, config), program in programs.items():
         try:
             found = program(data)[-1].astype(jnp.float32)
             seconds = timing.seconds(program, (data,), calls, budget=0.02)
         except (RuntimeError, ValueError, TypeError) as refused:  # a configuration that this card cannot hold
-            print(f"{kind} {name} {tokens} {config}: {str(refused).splitlines()[0][:120]}", flush=True)
+            print(
+                f"{kind} {weight_name} {tokens} {implementation} {config}: {str(refused).splitlines()[0][:120]}",
+                flush=True,
+            )
             continue
         found = found.sum(0) if found.ndim == 3 else found
         error = float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted))
         rows.append(
             {
                 "kind": kind,
-                "weight": f"{name} {list(shape)}",
+                "weight": f"{weight_name} {list(shape)}",
                 "tokens": tokens,
                 "us": round(seconds * 1e6, 1),
                 "GB/s": round(weight_bytes / seconds / 1e9),
                 "of copy": round(weight_bytes / seconds / bandwidth, 2),
                 "TFLOP/s": round(2e-12 * tokens * shape[0] * shape[1] / seconds),
                 "error": float(f"{error:.1e}"),
-                "rows tokens stages warps splits depth": list(dataclasses.astuple(config)),
-                "default": config == chosen,
+                "implementation": implementation,
+                "config": list(dataclasses.astuple(config)),
+                "default": implementation == "mosaic" or config == chosen,
             }
         )
     return sorted(rows, key=lambda row: row["us"])

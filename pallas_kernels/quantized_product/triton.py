@@ -58,7 +58,7 @@ class Config:
 
 
 def default_config(x: Any, values: Any, scales: Any, *, may_split: bool = False) -> Config:
-    """A configuration that was not measured yet: at most 64 tokens stream, more take larger tiles.
+    """At most 64 tokens stream (BENCH.md), more take larger tiles.
 
     Inputs are split until every multiprocessor has about two programs, whose loads hide each other's latency.
     """
@@ -67,9 +67,8 @@ def default_config(x: Any, values: Any, scales: Any, *, may_split: bool = False)
     if count > 64:
         return Config(rows=128, tokens=64 if is_small else 128, num_stages=2 if is_small else 3, num_warps=8)
     config = Config(
-        rows=128,
+        rows=128 if values.dtype == jnp.uint16 else 64,  # e4m3 takes twice the registers of 4 bits
         tokens=max(LEAST, 1 << (count - 1).bit_length()),
-        depth=LONGEST if values.dtype == jnp.uint16 else LONGEST // 2,  # e4m3 takes twice the registers of 4 bits
     )
     span = _step(values, x.shape[-1] // scales.shape[1], config)
     size = span * (config.rows * values.shape[-1] * values.dtype.itemsize // x.shape[-1] + 2 * config.tokens)

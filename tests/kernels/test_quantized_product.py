@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as Spec
 
 from pallas_kernels import _compat, quantized_product, split_quantized_product
-from pallas_kernels.quantized_product import operation_of, triton
+from pallas_kernels.quantized_product import mosaic, operation_of, triton
 from pallas_kernels.quantized_product.layout import span_of_group
 from pallas_kernels.quantized_product.triton import Config
 from pallas_kernels.registry import Device
@@ -70,6 +70,46 @@ def test_parts_sum_to_the_product(kind):
     assert error(parts[0], np.asarray(x, np.float64)[..., :128] @ wide[:, :128].T) < 2e-6
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [("int4", (1,)), ("zeros", (2, 3)), ("int4", (40,)), ("fp8", (5,)), ("zeros", (64,)), ("fp8", (33,))],
+)
+@pytest.mark.parametrize("shape", [(192, 384), (320, 2560), (5120, 1536), (34816, 256)], ids=str)
+def test_product_on_hopper(kind, tokens, shape):
+    """Tiles of 64, 128 and 256 rows; steps of one group and of two; tiles that CTAs share, and CTAs with many."""
+    (x, *weight), wide = operands(kind, 128, tokens, *shape)
+    wanted = np.asarray(x, np.float64) @ wide.T
+    for _ in range(3):  # whoever reads what is not there yet may be lucky once
+        parts = mosaic.quantized_product(x, *weight, F32, may_split=True)
+        whole = mosaic.quantized_product(x, *weight, F32)
+        assert (whole.dtype, whole.shape) == (F32, wanted.shape)
+        assert error(parts.sum(0) if parts.ndim > wanted.ndim else parts, wanted) < 2e-6
+        assert error(whole, wanted) < 2e-6
+
+
+@pytest.mark.gpu
+def test_a_token_on_hopper_has_its_bits_alone_and_in_a_batch():
+    (x, *weight), _ = operands("int4", 128, (16,), 5120, 1536)
+    batch = np.asarray(mosaic.quantized_product(x, *weight, F32))
+    np.testing.assert_array_equal(np.asarray(mosaic.quantized_product(x[3:4], *weight, F32))[0], batch[3])
+
+
+def test_ctas_of_hopper_have_equal_runs(monkeypatch):
+    """Every step of every tile is some CTA's, and no tile has more parts than the plan says."""
+    monkeypatch.setattr(_compat, "sm_count", lambda: 132)
+    struct = jax.ShapeDtypeStruct
+    for outputs, inputs in ((34816, 5120), (5120, 17408), (5120, 6144), (16384, 5120), (192, 384), (64, 128)):
+        x, scales = struct((16, inputs), BF16), struct((outputs, inputs // 128), BF16)
+        for values in (struct((outputs, inputs // 4), jnp.uint16), struct((outputs, inputs), E4M3)):
+            plan = mosaic.plan_of(mosaic.default_config(x, values, scales), x, values, scales)
+            units = np.arange(plan.tiles * plan.steps)
+            assert plan.ctas <= 132
+            assert units[-1] // plan.run == plan.ctas - 1
+            tiles = (units // plan.run).reshape(plan.tiles, plan.steps)
+            assert (tiles[:, -1] - tiles[:, 0]).max() < plan.parts
+
+
 def test_tiles_of_many_tokens():
     (x, *weight), wide = operands("int4", 128, (130,), inputs=256)
     found = triton.quantized_product(x, *weight, BF16, interpret=INTERPRET)
@@ -94,16 +134,19 @@ def test_it_lowers_and_is_picked(monkeypatch, kind, tokens, shape):
     scales = struct((outputs, inputs // 128), BF16 if kind == "fp8" else jnp.float16)
     zeros = struct(scales.shape, jnp.uint8) if kind == "zeros" else None
     x = struct((tokens, inputs), BF16)
+    streams = tokens <= mosaic.MAX_TOKENS and outputs % mosaic.ROWS == 0
     for generation in ((8, 0), (8, 6), (8, 9), (9, 0)):
         wanted = "reference" if kind == "fp8" and generation < (8, 9) else "triton"
+        wanted = "mosaic" if generation == (9, 0) and streams else wanted
         call = (x, values, scales, zeros, BF16)
         assert operation_of(values).choose(call, Device("cuda", generation)).name == wanted
-    monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
-    for function in (quantized_product, split_quantized_product):
-        text = cuda_lowering(lambda *args, f=function: f(*args), x, values, scales, *([zeros] if zeros else []))
-        assert "xla.gpu.triton" in text
-    parts = jax.eval_shape(split_quantized_product, x, values, scales, zeros)
-    assert (len(parts.shape) == 3) == (tokens <= 64)
+    for generation, target in (((8, 9), "xla.gpu.triton"), ((9, 0), "mosaic_gpu" if streams else "xla.gpu.triton")):
+        monkeypatch.setattr(_compat, "compute_capability", lambda generation=generation: generation)
+        for function in (quantized_product, split_quantized_product):
+            text = cuda_lowering(lambda *args, f=function: f(*args), x, values, scales, *([zeros] if zeros else []))
+            assert target in text
+        parts = jax.eval_shape(split_quantized_product, x, values, scales, zeros)
+        assert (len(parts.shape) == 3) == (tokens <= 64)
 
 
 @pytest.mark.parametrize(("capability", "limit"), [((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((9, 0), 227)])

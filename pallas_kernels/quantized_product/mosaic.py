@@ -1,0 +1,348 @@
+"""The product of up to 64 tokens with a weight in few bits on Hopper: numbers are widened in registers, exactly.
+
+One CTA a multiprocessor. A producer warpgroup starts TMA copies of tiles of the weight and of the tokens into a ring;
+each consumer widens its 64 rows of the weight to bfloat16 in registers, as the first operand of wgmma, and multiplies
+the float32 sums of a group by the scales of its rows.
+
+Steps, tile after tile, are dealt out in equal runs (stream-K), so that every CTA reads as many bytes, whatever number
+of tiles a weight has: 136 tiles on 132 multiprocessors would take twice as long as 132. A tile whose steps several CTAs
+have is a sum of parts, which whoever reads the product adds up; parts that a tile does not need are zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, UInt8, UInt16
+
+from pallas_kernels import _compat
+from pallas_kernels.lib.measured import tokens_of
+from pallas_kernels.lib.shared_memory import tiled
+from pallas_kernels.quantized_product import registers
+from pallas_kernels.quantized_product.layout import LONGEST, PLACES
+from pallas_kernels.quantized_product.reference import MIDDLE
+
+ROWS = 64  # of the weight that a consumer has: those of a wgmma
+MAX_TOKENS = 64
+ALIGNED = 8  # tokens of a tile of shared memory
+THREADS = 128  # of a warpgroup
+_REGISTERS, _MOST_REGISTERS, _PRODUCER_REGISTERS = 1 << 16, 248, 40  # of a multiprocessor, and of a thread
+_SHARED_MEMORY = 225 * 1024  # bytes of a CTA: 227 KiB less 2 KiB for barriers and alignment
+MIN_STAGES, MAX_STAGES = 3, 4  # of a ring; more in flight measured slower
+HALF = LONGEST // 2  # inputs of a product: 128 bytes of a token, the width of a tile of shared memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a product is cut up.
+
+    Attributes:
+        consumers: warpgroups that multiply 64 rows of the weight each.
+        groups: of inputs that a step has.
+        stages: steps in the ring.
+    """
+
+    consumers: int
+    groups: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What each CTA computes.
+
+    Attributes:
+        config: how the product is cut up.
+        tiles: of rows of the weight.
+        steps: of a tile.
+        tokens: of the call, padded.
+        is_packed: whether numbers have 4 bits.
+    """
+
+    config: Config
+    tiles: int
+    steps: int
+    tokens: int
+    is_packed: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight in a tile."""
+        return ROWS * self.config.consumers
+
+    @property
+    def depth(self) -> int:
+        """Inputs of a step."""
+        return LONGEST * self.config.groups
+
+    @property
+    def registers(self) -> int:
+        """Registers of a consumer's threads: what the producer gives back is theirs.
+
+        More than the CTA was launched with would never be granted; without the request, ptxas spills them.
+        """
+        warpgroups = self.config.consumers + 1
+        launched = min(_MOST_REGISTERS, _REGISTERS // (THREADS * warpgroups)) // 8 * 8
+        return min(_MOST_REGISTERS, (launched * warpgroups - _PRODUCER_REGISTERS) // self.config.consumers) // 8 * 8
+
+    @property
+    def run(self) -> int:
+        """Steps of each CTA; the last one may have fewer."""
+        return pl.cdiv(self.tiles * self.steps, _compat.sm_count())
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that have anything to do."""
+        return pl.cdiv(self.tiles * self.steps, self.run)
+
+    @property
+    def parts(self) -> int:
+        """CTAs, at most, that share a tile."""
+        if self.steps % self.run == 0 or self.run % self.steps == 0:
+            return max(1, self.steps // self.run)
+        return pl.cdiv(self.steps - 1, self.run) + 1
+
+
+def refusal(x: Any, values: Any, scales: Any, zeros: Any, dtype: Any) -> str | None:
+    """Why the Mosaic backend cannot do this call, or None; any dtype of the result will do."""
+    del zeros, dtype
+    if x.dtype != jnp.bfloat16:
+        return f"The Mosaic product with few bits takes bf16; this is {x.dtype}."
+    if (group := x.shape[-1] // scales.shape[1]) != LONGEST:
+        return f"The Mosaic product with few bits needs groups of {LONGEST} inputs; these have {group}."
+    if len(values) % ROWS:
+        return f"The Mosaic product with few bits needs a multiple of {ROWS} rows; these are {len(values)}."
+    if (tokens := tokens_of(x)) > MAX_TOKENS:
+        return f"The Mosaic product with few bits takes up to {MAX_TOKENS} tokens; these are {tokens}."
+    return None
+
+
+def default_config(x: Any, values: Any, scales: Any) -> Config:
+    """The widest tile and the longest step of which the ring holds enough.
+
+    Beyond 32 tokens the sums of a consumer need more registers than one of four has.
+    """
+    is_packed, tokens = values.dtype == jnp.uint16, -(-tokens_of(x) // ALIGNED) * ALIGNED
+    consumers = next(count for count in ((4, 2, 1) if tokens <= 32 else (2, 1)) if len(values) % (ROWS * count) == 0)
+    config = Config(consumers, 1, 1)
+    for groups in (2, 1):
+        width = LONGEST * groups
+        size = consumers * ROWS * width // (2 if is_packed else 1) + 2 * tokens * width
+        config = Config(consumers, groups, min(MAX_STAGES, _SHARED_MEMORY // size))
+        if scales.shape[1] % groups == 0 and config.stages >= MIN_STAGES:
+            break
+    return config
+
+
+def plan_of(config: Config, x: Any, values: Any, scales: Any) -> Plan:
+    """The plan of a call that is cut up like this."""
+    tokens = -(-tokens_of(x) // ALIGNED) * ALIGNED
+    tiles, steps = len(values) // (ROWS * config.consumers), scales.shape[1] // config.groups
+    return Plan(config, tiles, steps, tokens, values.dtype == jnp.uint16)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "may_split", "config"))
+def quantized_product(
+    x: Float[Array, "*T I"],
+    values: UInt16[Array, "O packed"] | Float8e4m3fn[Array, "O I"],
+    scales: Float[Array, "O G"],
+    zeros: UInt8[Array, "O G"] | None,
+    dtype: DTypeLike,
+    *,
+    may_split: bool = False,
+    config: Config | None = None,
+) -> Float[Array, "*T O"] | Float[Array, "S *T O"]:
+    """See ``pallas_kernels.quantized_product``; float32 parts [S, *T, O] where it may be split, and is."""
+    if reason := refusal(x, values, scales, zeros, dtype):
+        raise NotImplementedError(reason)
+    tokens, outputs = tokens_of(x), len(values)
+    if tokens == 0:
+        return jnp.zeros((*x.shape[:-1], outputs), dtype)
+    plan = plan_of(config or default_config(x, values, scales), x, values, scales)
+    rows = jnp.pad(x.reshape(tokens, -1), ((0, plan.tokens - tokens), (0, 0)))
+    operands = _compat.vary_alike(rows, values, scales, *([] if zeros is None else [zeros]))
+    result = _compat.out_like((plan.parts, tokens, outputs), jnp.float32 if plan.parts > 1 else dtype, operands[0])
+    (out,) = _launch(plan, operands, result)(*operands)
+    (out, *_) = _compat.vary_alike(out, *operands)  # Mosaic does not mark its outputs as varying
+    out = out.reshape(plan.parts, *x.shape[:-1], outputs)
+    if plan.parts == 1:
+        return out[0]
+    return out if may_split else out.sum(0).astype(dtype)
+
+
+def _launch(plan: Plan, operands: tuple[jax.Array, ...], result: jax.ShapeDtypeStruct) -> Callable[..., Any]:
+    """The kernel over all CTAs of a plan."""
+    stages, consumers = plan.config.stages, plan.config.consumers
+    width = plan.depth // PLACES if plan.is_packed else plan.depth
+
+    def quantized_product(*refs: Any, **scratch: Any) -> None:
+        _body(*refs, plan=plan, **scratch)
+
+    return plgpu.kernel(
+        quantized_product,
+        out_type=[result],
+        grid=(plan.ctas,),
+        grid_names=("cta",),
+        num_threads=consumers + 1,
+        thread_name="warpgroup",
+        scratch_types={
+            "x_s": tiled((stages, plan.tokens, plan.depth), jnp.bfloat16),
+            "weight_s": tiled((stages, plan.rows, width), operands[1].dtype),
+            "full": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+            "empty": plgpu.Barrier(num_barriers=stages, num_arrivals=consumers),
+        },
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+
+
+def _body(x: Any, values: Any, scales: Any, *rest: Any, plan: Plan, **s: Any) -> None:
+    """The body of one CTA; ``s`` is its scratch."""
+    *zeros, out = rest
+    cta, me, consumers = lax.axis_index("cta"), lax.axis_index("warpgroup"), plan.config.consumers
+    first = cta * plan.run
+    last = jnp.minimum(first + plan.run, plan.tiles * plan.steps)
+
+    @pl.when(me == consumers)
+    def _() -> None:
+        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+        _produce(x, values, first, last, plan, s)
+
+    @pl.when(me < consumers)
+    def _() -> None:
+        plgpu.set_max_registers(plan.registers, action="increase")
+
+        def part(tile: Any, nothing: None) -> None:
+            start, end = jnp.maximum(first, tile * plan.steps), jnp.minimum(last, (tile + 1) * plan.steps)
+            row = tile * plan.rows + me * ROWS
+            sums = _consume(scales, zeros, row, (first, start, end), me, plan, s)
+            registers.store_transposed(sums, out, cta - lax.div(tile * plan.steps, plan.run), row)
+            if plan.parts > 1:
+                _store_zeros(out, cta, tile, row, end, plan)
+
+        lax.fori_loop(lax.div(first, plan.steps), lax.div(last - 1, plan.steps) + 1, part, None)
+
+
+def _store_zeros(out: Any, cta: Any, tile: Any, row: Any, end: Any, plan: Plan) -> None:
+    """Zero the parts that a tile does not need; whoever has its last step does so."""
+
+    @pl.when(end == (tile + 1) * plan.steps)
+    def _() -> None:
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, plan.tokens), jnp.float32), plgpu.Layout.WGMMA)
+
+        def store(part: Any, nothing: None) -> None:
+            registers.store_transposed(zeros, out, part, row)
+
+        lax.fori_loop(cta - lax.div(tile * plan.steps, plan.run) + 1, plan.parts, store, None)
+
+
+def _produce(x: Any, values: Any, first: Any, last: Any, plan: Plan, s: dict[str, Any]) -> None:
+    """Copy steps into the ring, as slots come free."""
+    width = s["weight_s"].shape[-1]
+
+    def step(unit: Any, nothing: None) -> None:
+        count = unit - first
+        slot = lax.rem(count, plan.config.stages)
+
+        @pl.when(count >= plan.config.stages)
+        def _() -> None:
+            plgpu.barrier_wait(s["empty"].at[slot])
+
+        tile, k = lax.div(unit, plan.steps), lax.rem(unit, plan.steps)
+        rows = pl.ds(tile * plan.rows, plan.rows)
+        full = s["full"].at[slot]
+        plgpu.copy_gmem_to_smem(values.at[rows, pl.ds(k * width, width)], s["weight_s"].at[slot], full)
+        plgpu.copy_gmem_to_smem(x.at[:, pl.ds(k * plan.depth, plan.depth)], s["x_s"].at[slot], full)
+
+    lax.fori_loop(first, last, step, None)
+
+
+def _consume(
+    scales: Any, zeros: list[Any], row: Any, units: tuple[Any, Any, Any], me: Any, plan: Plan, s: dict[str, Any]
+) -> jax.Array:
+    """Sums [64, tokens] of a consumer's rows over the steps from ``units[1]`` to ``units[2]``."""
+    first, start, end = units
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    groups = plan.config.groups
+
+    def factors(unit: Any) -> list[list[jax.Array]]:
+        """Scales, and zero points if there are any, of the groups of a step.
+
+        They are loaded one step before they are used: a step would wait for memory otherwise.
+        """
+        k = lax.rem(unit, plan.steps)
+        rows = pl.ds(row, ROWS)
+        return [
+            [registers.load(ref.at[rows, k * groups + group], by_row) for ref in (scales, *zeros)]
+            for group in range(groups)
+        ]
+
+    def step(unit: Any, carried: Any) -> Any:
+        sums, ready = carried
+        ahead = factors(jnp.minimum(unit + 1, end - 1))
+        slot = lax.rem(unit - first, plan.config.stages)
+        plgpu.barrier_wait(s["full"].at[slot])
+        weight = s["weight_s"].at[slot, pl.ds(me * ROWS, ROWS)]
+        zero = [part for _, *parts in ready for part in parts]
+        for products, (scale, *_) in zip(_products(weight, s["x_s"].at[slot], zero, plan), ready, strict=True):
+            sums += products * lax.broadcast_in_dim(scale.astype(jnp.float32), sums.shape, (0,))
+        plgpu.barrier_arrive(s["empty"].at[slot])
+        return sums, ahead
+
+    sums = plgpu.layout_cast(jnp.zeros((ROWS, plan.tokens), jnp.float32), plgpu.Layout.WGMMA)
+    sums, _ = lax.fori_loop(start, end, step, (sums, factors(start)))
+    return sums
+
+
+def _products(weight: Any, x: Any, zeros: list[jax.Array], plan: Plan) -> list[jax.Array]:
+    """Products [64, tokens] of a consumer's rows over each group of a step, without scales.
+
+    All groups' products are started before the first is waited for: numbers of the next are widened meanwhile. At most
+    two have their numbers in registers, since ptxas runs wgmmas one by one when registers are short.
+    """
+    groups = range(plan.config.groups)
+
+    def run(*sums: Any) -> list[jax.Array]:
+        widened = _widened_4_bits(weight, zeros, plan) if plan.is_packed else _widened_8_bits(weight, plan)
+        for at, (group, inputs, numbers) in enumerate(widened):
+            plgpu.wgmma(sums[group], numbers, _compat.smem_transpose(x.at[:, inputs]))
+            if at > 0:
+                plgpu.wgmma_wait(1)
+        return [ref[...] for ref in sums]
+
+    shape = (ROWS, plan.tokens)
+    products: list[jax.Array] = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for _ in groups))
+    return products
+
+
+def _widened_4_bits(weight: Any, zeros: list[jax.Array], plan: Plan) -> Iterator[tuple[int, Any, jax.Array]]:
+    """Groups, inputs within the step and numbers [64, 64] in bfloat16, less their zero points.
+
+    A product takes the numbers in two places of the words of a group, since those are 64 inputs: 128 bytes of a token,
+    the width of a tile of shared memory.
+    """
+    words = _compat.smem_load(weight, plgpu.Layout.WGMMA)
+    for group, half in itertools.product(range(plan.config.groups), range(2)):
+        numbers = registers.numbers(words, group * registers.RUN, (2 * half, 2 * half + 1))
+        offset = jnp.bfloat16(registers.EXACT + MIDDLE)
+        if zeros:
+            by_row = zeros[group].astype(jnp.bfloat16) + registers.EXACT
+            offset = lax.broadcast_in_dim(by_row, numbers.shape, (0,))
+        yield group, pl.ds(group * LONGEST + half * HALF, HALF), numbers - offset
+
+
+def _widened_8_bits(weight: Any, plan: Plan) -> Iterator[tuple[int, Any, jax.Array]]:
+    """Groups, inputs within the step and numbers [64, 64] in bfloat16."""
+    for group in range(plan.config.groups):
+        numbers = registers.from_e4m3(weight.at[:, pl.ds(group * LONGEST, LONGEST)])
+        for half in range(2):
+            inputs = pl.ds(group * LONGEST + half * HALF, HALF)
+            yield group, inputs, numbers[:, half * HALF :][:, :HALF]
