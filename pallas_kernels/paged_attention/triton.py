@@ -133,7 +133,7 @@ def _call(args: Arguments, interpret: bool, config: Config | None) -> tuple[Any,
     dtype = args.q.dtype if splits == 1 else jnp.float32
     pools = [] if args.fresh is None else [_compat.out_like(x.shape, x.dtype, x) for x in args.arrays]
     outputs = _compat.triton_call(
-        functools.partial(_attend, args=args, config=config),
+        functools.partial(_attend, args=args, config=config, is_plain=interpret),
         grid=(splits, K * blocks, B),
         out_shape=[*pools, *(_compat.out_like(shape, dtype, inputs[0]) for shape in shapes)],
         aliases={i: i for i in range(len(pools))},
@@ -148,7 +148,7 @@ def _call(args: Arguments, interpret: bool, config: Config | None) -> tuple[Any,
 
 def _attend(
     k_pages: Any, v_pages: Any, page_table: Any, kv_length: Any, q_length: Any, valid_from: Any, scores_scale: Any,
-    v_scale: Any, q: Any, *outputs: Any, args: Arguments, config: Config,
+    v_scale: Any, q: Any, *outputs: Any, args: Arguments, config: Config, is_plain: bool,
 ) -> None:  # fmt: skip
     """One program: ``block`` rows of one kv head of one sequence against one split of its visible pages.
 
@@ -178,7 +178,7 @@ def _attend(
     queries = [operand(part, args.compute_dtype) for part in queries]
     first, last = _share(*page_range(low, high, args.page_size), split, config.splits)
     zeros = jnp.zeros((block,), jnp.float32)
-    rows = _Rows(args, queries, token, valid, length, tokens, factor, zeros)
+    rows = _Rows(args, queries, token, valid, length, tokens, factor, zeros, is_plain)
 
     def write_sums(acc: list[jax.Array], highest: jax.Array, total: jax.Array) -> None:
         """Write the sums of a split; ``acc`` comes as parts of the columns, side by side."""
@@ -226,6 +226,7 @@ class _Rows:
         tokens: q_length of the sequence.
         factor: makes products base-2 logits.
         zeros: float32, one a row.
+        is_plain: whether Pallas interprets the kernel, which it cannot with assembly.
     """
 
     args: Arguments
@@ -236,6 +237,7 @@ class _Rows:
     tokens: Any
     factor: Any
     zeros: jax.Array
+    is_plain: bool
 
     def masked(self, logits: jax.Array, position: jax.Array, exists: jax.Array) -> jax.Array:
         """Logits [block, keys], -inf where a row does not see a key."""
@@ -278,7 +280,7 @@ class _Rows:
     def products(self, k_pages: Any, place: tuple[Any, Any]) -> jax.Array:
         """Products of the queries and the keys of a page, [block, S]."""
         if is_int4(k_pages):
-            return int4_products(self.queries, k_pages, place)
+            return int4_products(self.queries, k_pages, place, self.is_plain)
         width = self.queries[0].shape[1]
         keys = [k_pages[*place, :, pl.ds(i * width, width)] for i in range(len(self.queries))]
         dots = [pltriton.dot(q, k.astype(q.dtype).T) for q, k in zip(self.queries, keys, strict=True)]
@@ -287,7 +289,7 @@ class _Rows:
     def weighted(self, v_pages: Any, place: tuple[Any, Any], weights: jax.Array, inside: jax.Array) -> list[jax.Array]:
         """Sums of a page's values, weighted; all columns, or two halves of them."""
         if is_int4(v_pages):
-            return int4_weighted(weights, v_pages, place, inside)
+            return int4_weighted(weights, v_pages, place, inside, self.is_plain)
         dtype = self.args.compute_dtype
         # Values outside the visible range load as zeros: they may be NaN, and 0 * NaN is NaN.
         values = pltriton.load(v_pages.at[place], mask=inside[:, None], other=0.0)
