@@ -66,7 +66,7 @@ class Step:
         dtype: of activations and weights.
         kv_dtype: of the pages.
         is_quantized: whether the weights, those of a drafter, are in fp8.
-        bits: of a target's matrices, as its checkpoint says: 4, 8, or None for 16.
+        bits: of a target's matrices, as its checkpoint says, or of an int4 drafter's: 4, 8, or None for 16.
         head_rows: rows of the vocabulary that the head has.
         device: that the step runs on.
     """
@@ -253,10 +253,10 @@ def steps_of(args: argparse.Namespace, device: Device) -> Iterator[Step]:
             yield replace(
                 of_target,
                 model=draft,
-                bits=None,
+                bits=4 if config.draft_quantization == "int4" else None,
                 dtype=config.draft_dtype,
                 kv_dtype=config.draft_kv_cache_dtype,
-                is_quantized=config.draft_quantization is not None,
+                is_quantized=config.draft_quantization == "fp8",
                 head_rows=draft.draft_vocab_size or target.vocab_size,
             )
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from dflash_jax.base.env import claim_device_memory
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.base.values import SEED_LIMIT, CompletionOutput, Prompt, SamplingParams, is_int
+from dflash_jax.engine.device.budget import device_bytes, with_draft_quantization
 from dflash_jax.engine.device.memory import explain_out_of_memory
 from dflash_jax.engine.device.model import Model, narrowed, quantized
 from dflash_jax.engine.engine import Engine
@@ -21,13 +23,14 @@ from dflash_jax.engine.host.request import Request, cache_salt_of, check_params,
 from dflash_jax.engine.host.sequence import Sequence
 from dflash_jax.options import EngineArgs, EngineConfig
 from dflash_jax.parallel.mesh import Mesh
-from dflash_jax.parallel.platform import enable_compilation_cache
+from dflash_jax.parallel.platform import enable_compilation_cache, share_of_gpu
 from dflash_jax.spec import DraftConfig, Fields, TargetConfig, read_json, target_config
 from dflash_jax.spec.quantization import quantizes
 from dflash_jax.text.renderer import Renderer
 from dflash_jax.text.tokenizer import Tokenizer
 from dflash_jax.weights.drafter import read_draft_config
 from dflash_jax.weights.folder import resolve_folder, resolve_folders
+from dflash_jax.weights.layouts import Matrix, rounded, rounded_int4
 from dflash_jax.weights.loader import load_kv_scales, load_params
 
 
@@ -107,15 +110,16 @@ def load(
     folder, draft_folder = resolve_folders(model, draft_model)
     target, draft = _read_configs(folder, draft_folder)
     quantize = quantizes(args.quantization, target.quantization, str(folder))
-    claim_device_memory()
+    claim_device_memory(share_of_gpu(args.gpu_memory_bytes))
     enable_compilation_cache()
     config = EngineConfig.of(args, target, draft, on_cpu=jax.default_backend() == "cpu")
     frontend = Frontend(folder, target, config, seed=args.seed)
     mesh = Mesh.of(config.tensor_parallel_size)
     if target_params is None:
-        loaded = _load(folder, target, config, mesh, quantize=quantize)
+        loaded = _load(folder, target, config, mesh, quantize=rounded if quantize else None)
     else:
         loaded = Model(target, dict(target_params), load_kv_scales(folder, target))
+    config = with_draft_quantization(config, target, draft, device_bytes(loaded.params))
     return frontend, Engine(
         loaded,
         None if draft_folder is None or draft is None else _load_draft(draft_folder, draft, loaded, config, mesh),
@@ -131,7 +135,7 @@ def _load(
     mesh: Mesh,
     *,
     is_final: bool = True,
-    quantize: bool = False,
+    quantize: Callable[[np.ndarray], Matrix] | None = None,
 ) -> Model:
     """Load a model from its folder.
 
@@ -142,7 +146,7 @@ def _load(
         model: its configuration.
         config: dtype of the parameters.
         mesh: devices to load to.
-        quantize: whether to round its matrices to fp8.
+        quantize: rounds its matrices; None leaves them.
         is_final: whether to bring the parameters into the layout that steps use; False keeps that of the file.
     """
     kv_scales = load_kv_scales(folder, model)
@@ -169,6 +173,8 @@ def load_other_draft(draft_model: str | Path, engine: Engine) -> Model:
 
 def _load_draft(folder: Path, draft: DraftConfig, target: Model, config: EngineConfig, mesh: Mesh) -> Model:
     """Load a drafter; if it is quantised, its unquantised parameters are freed before the engine plans its memory."""
+    if config.draft_quantization == "int4":  # rounded on the host: the device never holds the wide matrices
+        return _load(folder, draft, config, mesh, quantize=rounded_int4)
     if config.draft_quantization is None:
         model = _load(folder, draft, config, mesh)
         return model if config.draft_dtype == config.dtype else narrowed(model, target, config.draft_dtype)

@@ -153,9 +153,9 @@ def main() -> None:
     dtype, mesh = jnp.dtype("bfloat16"), Mesh.of(1)
     models = [
         Model(target, random_params(target, dtype, mesh, 0), None),
-        Model(draft, random_params(draft, dtype, mesh, 1), None),
+        Model(draft, random_params(draft, dtype, mesh, 1, "int4" if args.draft_quantization == "int4" else None), None),
     ]
-    if args.draft_quantization:
+    if args.draft_quantization == "fp8":
         models[1] = quantized(models[1], models[0], mesh)
     rows = []
     for name in args.speculation:

@@ -340,7 +340,7 @@ def test_options_resolve():
         ({"dtype": "float16"}, ["float16", "bfloat16"]),
         ({"kv_cache_dtype": "int4"}, ["int4", "fp8_e4m3"]),
         ({"draft_kv_cache_dtype": "int4"}, ["draft_kv_cache_dtype='int4'", "fp8_e4m3"]),
-        ({"draft_quantization": "int4"}, ["draft_quantization='int4'", "fp8"]),
+        ({"draft_quantization": "int3"}, ["draft_quantization='int3'", "fp8", "int4"]),
         ({"max_model_len": 513}, ["513", "512"]),
         ({"max_model_len": 0}, ["max_model_len=0"]),
         ({"max_num_seqs": 0}, ["max_num_seqs=0"]),
@@ -349,7 +349,7 @@ def test_options_resolve():
         ({"kv_cache_memory_bytes": -1}, ["kv_cache_memory_bytes=-1"]),
         ({"max_num_queued_seqs": 0}, ["max_num_queued_seqs=0"]),
         ({"compile_at_start": 1}, ["compile_at_start=1"]),
-        ({"num_speculative_tokens": 6}, ["6", "1 to 5"]),
+        ({"num_speculative_tokens": 7}, ["7", "1 to 5"]),
         ({"num_speculative_tokens": 0}, ["0", "1 to 5"]),
     ],
 )

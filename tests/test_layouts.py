@@ -11,7 +11,7 @@ from dflash_jax.base.errors import CheckpointError, ConfigError
 from dflash_jax.spec.quantization import quantizes
 from dflash_jax.weights import packing
 from dflash_jax.weights.export import save_tensors
-from dflash_jax.weights.layouts import compressed, packed_by_groups
+from dflash_jax.weights.layouts import compressed, packed_by_groups, rounded_int4
 from dflash_jax.weights.parameters import Parameter
 from dflash_jax.weights.quantized import grouped
 from dflash_jax.weights.safetensors import list_tensors
@@ -39,6 +39,21 @@ def dense(matrix):
     if weight.order is None:
         np.testing.assert_array_equal(found, widened(weight.values, weight.scales, weight.zeros))
     return found
+
+
+# --- rounding
+
+
+@pytest.mark.parametrize("inputs", [256, 36])
+def test_rounding_to_4_bits_is_off_by_half_a_step(inputs):
+    weight = np.random.default_rng(0).normal(0.01, 0.02, (300, inputs)).astype(np.float32)
+    weight[0], weight[1] = 0, np.abs(weight[1]) + 1  # zeros, and a range that must contain 0
+    matrix = rounded_int4(weight)
+    assert matrix.group == (128 if inputs == 256 else 4)
+    steps = np.repeat(matrix.scales.astype(np.float32), matrix.group, axis=1)
+    error = np.abs(dense(matrix) - weight)
+    assert (error <= steps * 0.51 + 0.5 * np.abs(weight).max(axis=1, keepdims=True) * 2**-10).all()
+    assert (error[0] == 0).all()
 
 
 # --- layouts

@@ -12,6 +12,14 @@ from dflash_jax import LLM
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.bench.round_models import configs_of
 from dflash_jax.engine.device import memory
+from dflash_jax.engine.device.budget import (
+    ROOM,
+    draft_bytes,
+    fitted,
+    parameter_bytes,
+    parts_of,
+    with_draft_quantization,
+)
 from dflash_jax.engine.device.memory import (
     FULL,
     SLIDING,
@@ -247,6 +255,71 @@ def test_parameters_that_do_not_fit(monkeypatch, tmp_path):
 def test_other_errors_stay_as_they_are():
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explain_out_of_memory():
         raising("INTERNAL: broken")()
+
+
+# --- a bound on all that is taken
+
+
+QWEN3_6 = configs_of("qwen3.6-27b", None)
+
+
+def bounded(**changes):
+    """The options of Qwen3.6-27B in int4 under 23 GiB, its plan, and bytes of the parameters of both models."""
+    config = options(QWEN3_6, **({"gpu_memory_bytes": 23 * GIB, "num_speculative_tokens": 16} | changes))
+    of_target = parameter_bytes(QWEN3_6[0], config.dtype, 4)
+    config = with_draft_quantization(config, *QWEN3_6, of_target)
+    parameters = [of_target, draft_bytes(*QWEN3_6, config.dtype, config.draft_quantization)]
+    config = fitted(*QWEN3_6, config, sum(parameters))
+    return config, plan_layout(*QWEN3_6, config, sum(parameters)), parameters
+
+
+@pytest.mark.parametrize(("dtype", "longest"), [("fp8_e5m2", 96_000), ("int4_had", 180_000)])
+def test_qwen3_6_27b_in_int4_on_a_card_of_24_gib(dtype, longest):
+    """vLLM's issue 41559: this target with its drafter, whose pages and states left no room for 96,000 tokens."""
+    config, layout, parameters = bounded(kv_cache_dtype=dtype, max_model_len=longest)
+    assert layout.num_tokens >= longest
+    assert (config.max_num_seqs, config.draft_quantization, config.num_speculative_tokens) == (4, "int4", 15)
+    assert layout.groups[layout.snapshots].num_units >= 1
+    parts = parts_of(*QWEN3_6, layout, config, parameters)
+    page = layout.page_size * sum(memory.group_bytes(*QWEN3_6, config))
+    assert 23 * GIB - page - parts["2 snapshots"] // 2 < sum(parts.values()) <= 23 * GIB
+    assert parts["target"] == pytest.approx(16.47 * GIB, rel=1e-3)
+
+
+def test_bytes_of_parameters_are_those_of_arrays(tmp_path):
+    write_model(tmp_path / "target", HYBRID, 0)
+    write_model(tmp_path / "draft", DRAFT, 1)
+    engine = LLM(tmp_path / "target", tmp_path / "draft", max_num_seqs=1, draft_quantization="int4").engine
+    target, draft = (sum(leaf.nbytes for leaf in jax.tree.leaves(params)) for params in engine.runner.params)
+    assert target == parameter_bytes(engine.spec.target, engine.config.dtype)
+    assert draft == draft_bytes(engine.spec.target, engine.spec.draft, engine.config.dtype, "int4")
+    assert "lm_head" not in engine.runner.params[1]
+
+
+def test_what_is_given_is_not_lowered():
+    config, _, _ = bounded(kv_cache_dtype="fp8", max_model_len=32_000, max_num_seqs=2, max_num_batched_tokens=4096)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (2, 4096)
+    roomy, _, _ = bounded(gpu_memory_bytes=80 * GIB, kv_cache_dtype="fp8", max_model_len=32_000)
+    assert (roomy.max_num_seqs, roomy.max_num_batched_tokens, roomy.draft_quantization) == (16, 8192, None)
+    wide, _, _ = bounded(gpu_memory_bytes=int(22.5 * GIB), kv_cache_dtype="fp8", max_model_len=32_000)
+    assert (wide.max_num_seqs >= ROOM["max_num_seqs"], wide.draft_quantization) == (True, "fp8")
+
+
+def test_a_bound_that_holds_too_little_names_the_parts():
+    with pytest.raises(
+        ConfigError, match=r"gpu_memory_bytes=20\.00 GiB less parameters 17\.31.* CUDA .*states of"
+    ) as error:
+        bounded(gpu_memory_bytes=20 * GIB, kv_cache_dtype="fp8", max_model_len=96_000)
+    assert "raise gpu_memory_bytes" in str(error.value)
+
+
+def test_a_bound_is_that_of_each_device(monkeypatch):
+    device_with(monkeypatch, limit=79 * GIB, in_use=16 * GIB)
+    config = options(PAIR, gpu_memory_bytes=40 * GIB)
+    outside = memory.OUTSIDE_BYTES + memory.GAPS_BYTES + memory.working_bytes(*PAIR, config)
+    assert memory.free_bytes(*PAIR, config) == 24 * GIB - outside
+    device_with(monkeypatch, limit=30 * GIB, in_use=16 * GIB)
+    assert memory.free_bytes(*PAIR, config) == 14 * GIB - outside + memory.OUTSIDE_BYTES
 
 
 # --- recurrent states

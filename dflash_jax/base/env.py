@@ -14,9 +14,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_jax"
 
 
-def claim_device_memory() -> None:
-    """Let JAX use 97 % of a GPU's memory, not three quarters, so that `gpu_memory_utilization` may be that much.
+MOST_CLAIMED = 0.97  # share of a GPU's memory
+
+
+def claim_device_memory(share: float = MOST_CLAIMED) -> None:
+    """Let JAX use this share of a GPU's memory, not three quarters, so that `gpu_memory_utilization` may be that much.
 
     Has no effect once JAX has initialised its devices, and does not override what the user has set.
     """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.97")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{min(share, MOST_CLAIMED):.6f}")

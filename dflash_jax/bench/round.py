@@ -208,6 +208,8 @@ def _random_model(
 
 def _random_drafter(draft: DraftConfig, target: Model, config: EngineConfig, mesh: Mesh) -> Model:
     """A drafter in the form that it runs in; its unquantised weights are freed before there is an engine."""
+    if config.draft_quantization == "int4":
+        return _random_model(draft, config, mesh, seed=1, quantization="int4")
     drafter = _random_model(draft, config, mesh, seed=1)
     return drafter if config.draft_quantization is None else quantized(drafter, target, mesh)
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from dflash_jax.base.errors import QueueFullError
 from dflash_jax.base.values import EngineStats
+from dflash_jax.engine.device.budget import device_bytes, fitted, log_parts
 from dflash_jax.engine.device.memory import log_capacity, plan_layout
 from dflash_jax.engine.device.model import Model
 from dflash_jax.engine.device.shapes import Load, Shapes, StepShape
@@ -49,10 +50,13 @@ class Engine:
         assert isinstance(target.config, TargetConfig)
         draft_config = draft.config if draft and isinstance(draft.config, DraftConfig) else None
         self.target, self.draft = target, draft
-        self.mesh, self.config = mesh, config
+        parameters = [device_bytes(model.params) if model else 0 for model in (target, draft)]
+        self.mesh, self.config = mesh, fitted(target.config, draft_config, config, sum(parameters))
+        config = self.config
         self.spec = StepSpec(target.config, draft_config, config.num_speculative_tokens + 1, mesh)
-        self.layout = plan_layout(target.config, draft_config, config)
+        self.layout = plan_layout(target.config, draft_config, config, sum(parameters))
         log_capacity(target.config, draft_config, self.layout, config)
+        log_parts(target.config, draft_config, self.layout, config, parameters)
         self.shapes = Shapes.of(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

@@ -13,4 +13,4 @@ KV_CACHE_DTYPES = {
     "fp8_e5m2": ml_dtypes.float8_e5m2,
     "int4_had": ml_dtypes.int4,  # with scales, and keys rotated: `pallas_kernels.lib.int4_kv`
 }
-DRAFT_QUANTIZATIONS = ("fp8",)
+DRAFT_QUANTIZATIONS = ("fp8", "int4")  # from the widest to the narrowest

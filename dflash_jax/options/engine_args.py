@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_jax.options.dtypes import DRAFT_QUANTIZATIONS, DTYPES, KV_CACHE_DTYPES
 from dflash_jax.options.flag_values import drafts_of_block
-from dflash_jax.options.kinds import Choice, Number, Switch
+from dflash_jax.options.kinds import Bytes, Choice, Number, Switch
 from dflash_jax.options.option import Flag, documented, option, options_of, unknown_option
 from dflash_jax.spec.quantization import METHOD_OF
 
@@ -55,9 +55,10 @@ class EngineArgs:
     draft_quantization: str | None = option(
         None,
         Choice(DRAFT_QUANTIZATIONS, or_none=True),
-        "type of the drafter's matrix products, its pass over the head included; changes drafts, never outputs; faster "
-        "where the device multiplies fp8, slower on CPUs",
-        unset="none: computes in dtype",
+        "type of the drafter's matrices; changes drafts, never outputs; fp8 multiplies in fp8, its pass over the head "
+        "included, which is faster where the device does, and slower on CPUs; int4 takes least memory: it rounds the "
+        "matrices in groups of 128, and uses the target's head as it is",
+        unset="none: dtype, or under gpu_memory_bytes the widest that fits",
         server_group=SPECULATION,
         server_names=("--draft-quantization", "--speculative-draft-model-quantization"),
         must_agree=True,
@@ -72,19 +73,21 @@ class EngineArgs:
         server_group=ENGINE,
         server_names=("--max-model-len", "--context-length"),
     )
-    max_num_seqs: int = option(
-        16,
-        SIZE,
+    max_num_seqs: int | None = option(
+        None,
+        SIZE_OR_NONE,
         "most sequences that run side by side",
         unit="SEQUENCES",
+        unset="none: 16, or fewer where memory is short",
         server_group=ENGINE,
         server_names=("--max-num-seqs", "--max-running-requests"),
     )
-    max_num_batched_tokens: int = option(
-        8192,
-        SIZE,
+    max_num_batched_tokens: int | None = option(
+        None,
+        SIZE_OR_NONE,
         "most prompt tokens processed in one step, over all sequences",
         unit="TOKENS",
+        unset="none: 8192, or fewer where memory is short",
         server_group=ENGINE,
         server_names=("--max-num-batched-tokens", "--chunked-prefill-size"),
     )
@@ -99,7 +102,8 @@ class EngineArgs:
     num_speculative_tokens: int | None = option(
         None,
         SIZE_OR_NONE,
-        "drafts that every round verifies, at most the drafter's block_size - 1",
+        "drafts that every round verifies, at most the drafter's block_size - 1; block_size itself means the whole "
+        "block, too",
         unit="DRAFTS",
         unset="none: each round verifies as many as pay",
         server_group=SPECULATION,
@@ -153,9 +157,18 @@ class EngineArgs:
         server_group=ENGINE,
         server_names=("--gpu-memory-utilization", "--mem-fraction-static"),
     )
+    gpu_memory_bytes: int | None = option(
+        None,
+        Bytes(1, or_none=True),
+        "most memory that the engine takes of each device in all, such as 23.0GiB: parameters, KV cache, states, "
+        "temporaries and what CUDA itself takes; comes before the share",
+        unit="BYTES",
+        unset="none: gpu_memory_utilization decides",
+        server_group=ENGINE,
+    )
     kv_cache_memory_bytes: int | None = option(
         None,
-        SIZE_OR_NONE,
+        Bytes(1, or_none=True),
         "memory for the KV cache of all devices together, instead of what the share leaves",
         unit="BYTES",
         unset="none: what the share leaves",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, fields
 
 import ml_dtypes
@@ -14,6 +15,11 @@ from dflash_jax.options.engine_args import EngineArgs
 from dflash_jax.options.option import check_options
 from dflash_jax.spec.model import DraftConfig, TargetConfig
 
+# What options are that are left out, and that memory may lower (`engine.device.budget`).
+ROOMY = {"max_num_seqs": 16, "max_num_batched_tokens": 8192}
+
+logger = logging.getLogger("dflash_jax")
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -23,7 +29,7 @@ class EngineConfig:
     draft_dtype: np.dtype  # of the drafter's matrix products
     kv_cache_dtype: np.dtype
     draft_kv_cache_dtype: np.dtype
-    draft_quantization: str | None  # None: the drafter computes in draft_dtype
+    draft_quantization: str | None  # None: the drafter's matrices are in draft_dtype
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -34,9 +40,11 @@ class EngineConfig:
     page_size: int
     enable_prefix_caching: bool
     gpu_memory_utilization: float
+    gpu_memory_bytes: int | None  # of each device; None: what gpu_memory_utilization says
     kv_cache_memory_bytes: int | None  # None: what gpu_memory_utilization leaves
     state_cache_fraction: float  # of the memory of the KV cache
     compile_at_start: bool | None  # None: on accelerators
+    flexible: frozenset[str]  # options that were left out and may be lowered to what memory holds
 
     @staticmethod
     def of(args: EngineArgs, target: TargetConfig, draft: DraftConfig | None, *, on_cpu: bool = False) -> EngineConfig:
@@ -58,6 +66,10 @@ class EngineConfig:
         block_drafts = 0 if draft is None else draft.block_size - 1
         longest = target.max_position_embeddings if args.max_model_len is None else args.max_model_len
         drafts = block_drafts if args.num_speculative_tokens is None else args.num_speculative_tokens
+        if draft is not None and drafts == draft.block_size:
+            logger.info("num_speculative_tokens=%d is the whole block: %d drafts and the anchor", drafts, block_drafts)
+            drafts = block_drafts
+        left_out = frozenset(name for name in ROOMY if getattr(args, name) is None)
         resolved = {
             "dtype": dtype,
             "draft_dtype": np.dtype(ml_dtypes.bfloat16) if is_narrow else dtype,
@@ -66,6 +78,8 @@ class EngineConfig:
             "max_model_len": longest,
             "num_speculative_tokens": drafts,
             "adaptive_speculation": draft is not None and args.num_speculative_tokens is None,
+            "flexible": left_out,
+            **{name: ROOMY[name] for name in left_out},
         }
         unchanged = {f.name: getattr(args, f.name) for f in fields(EngineConfig) if f.name not in resolved}
         return EngineConfig(**resolved, **unchanged)
@@ -87,7 +101,7 @@ def _check_against_models(args: EngineArgs, target: TargetConfig, draft: DraftCo
         for name in ("num_speculative_tokens", "draft_quantization"):
             if getattr(args, name) is not None:
                 raise ConfigError(f"{name}={getattr(args, name)!r} needs a drafter; give draft_model, or leave it out.")
-    elif is_int(drafts) and not 1 <= drafts <= draft.block_size - 1:
+    elif is_int(drafts) and not 1 <= drafts <= draft.block_size:
         raise ConfigError(
             f"num_speculative_tokens={drafts} must be from 1 to {draft.block_size - 1}: "
             f"the drafter's block_size is {draft.block_size}."

@@ -101,6 +101,21 @@ class Number:
         return noun if bounds == "finite" else f"{noun} {'' if self.is_open else 'of '}{bounds}"
 
 
+@dataclass(frozen=True)
+class Bytes(Number):
+    """A number of bytes. Flags read units, too: 23.0GiB is a power of 1024, 24GB one of 1000."""
+
+    def plain_flag(self) -> dict[str, Any]:
+        return {"type": self}
+
+    def __call__(self, text: str) -> Any:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", text.strip(), re.IGNORECASE)
+        if match is None:
+            return super().__call__(text)
+        base = 1024 if match[3] else 1000
+        return super().__call__(str(int(Decimal(match[1]) * base ** (1 + "KMGT".index(match[2].upper())))))
+
+
 def plain_text(text: str) -> str:
     """The text of a flag.
 

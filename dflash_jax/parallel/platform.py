@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from importlib.util import find_spec
 
 import jax
 
-from dflash_jax.base.env import cache_folder
+from dflash_jax.base.env import MOST_CLAIMED, cache_folder
+
+OUTSIDE_BYTES = 512 << 20  # of a GPU that CUDA takes beside JAX's allocator: its context, and the code of kernels
 
 
 def runs_on_cpus() -> bool:
@@ -17,6 +20,30 @@ def runs_on_cpus() -> bool:
     plugins = ("jax_plugins", "libtpu")  # packages that add GPUs and TPUs to JAX
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]  # an option, made at run time
     return platforms == "cpu" or not any(map(find_spec, plugins))
+
+
+def share_of_gpu(most: int | None) -> float:
+    """The share of a GPU's memory that JAX's allocator may take, if the process may take `most` bytes in all.
+
+    JAX knows the memory of its devices only after their allocators are made, so CUDA is asked.
+    """
+    total = None if most is None or runs_on_cpus() else _bytes_of_gpu()
+    return MOST_CLAIMED if most is None or total is None else max(most - OUTSIDE_BYTES, 0) / total
+
+
+def _bytes_of_gpu() -> int | None:
+    """Bytes of the first visible GPU; None without CUDA's driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, size = ctypes.c_int(), ctypes.c_size_t()
+    calls = (
+        lambda: driver.cuInit(0),
+        lambda: driver.cuDeviceGet(ctypes.byref(device), 0),
+        lambda: driver.cuDeviceTotalMem_v2(ctypes.byref(size), device),
+    )
+    return None if any(call() for call in calls) else size.value
 
 
 def enable_compilation_cache() -> None:

@@ -173,6 +173,31 @@ def rounded(weight: Float[np.ndarray, "O I"]) -> Matrix:
     return Matrix((groups / scales[..., None]).astype(E4M3).reshape(weight.shape), scales, None, None)
 
 
+def rounded_int4(weight: Float[np.ndarray, "O I"]) -> Matrix:
+    """A matrix that is not quantised, rounded to 4 bits with a float16 scale and a zero point for each 128 inputs.
+
+    The range of a group, 0 included, is divided into 15 equal steps. Groups are smaller where 128 does not divide the
+    inputs.
+    """
+    outputs, inputs = weight.shape
+    group = math.gcd(inputs, ROUNDED_GROUP)
+    values = np.empty((outputs, inputs // 2), np.uint8)
+    scales = np.empty((outputs, inputs // group), np.float16)
+    zeros = np.empty(scales.shape, np.uint8)
+
+    def round_rows(rows: slice) -> None:
+        groups = weight[rows].astype(np.float32).reshape(-1, inputs // group, group)
+        low, high = np.minimum(groups.min(axis=2), 0), np.maximum(groups.max(axis=2), 0)
+        scales[rows] = np.maximum((high - low) / 15, np.finfo(np.float16).tiny)
+        steps = scales[rows].astype(np.float32)
+        zeros[rows] = np.clip(np.rint(-low / steps), 0, 15)
+        numbers = np.rint(groups / steps[..., None]) + zeros[rows][..., None]
+        values[rows] = packing.to_pairs(np.clip(numbers, 0, 15).astype(np.uint8).reshape(len(groups), inputs))
+
+    packing.by_rows(round_rows, outputs)
+    return Matrix(values, scales, zeros, None)
+
+
 def row_scales(
     scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None, info: TensorInfo
 ) -> tuple[np.ndarray, int]:

@@ -26,7 +26,7 @@ from dflash_jax.weights.formats.protocol import Weight
 from dflash_jax.weights.formats.side_by_side import SideBySide
 from dflash_jax.weights.formats.transposed import Transposed, inputs_first
 from dflash_jax.weights.formats.weight import weight_of
-from dflash_jax.weights.layouts import SCALE_SUFFIXES, Stored, dequantized, rounded
+from dflash_jax.weights.layouts import SCALE_SUFFIXES, Matrix, Stored, dequantized
 from dflash_jax.weights.naming import Naming, naming_of
 from dflash_jax.weights.parameters import Parameter, build, output_axes, parameters_of
 from dflash_jax.weights.quantized import find_quantized, grouped, uniform
@@ -102,7 +102,7 @@ def load_params(
     place: Placement = lambda axes, shape: None,
     *,
     transpose: bool = False,
-    quantize: bool = False,
+    quantize: Callable[[np.ndarray], Matrix] | None = None,
     keep_quantized: bool = True,
 ) -> Params:
     """Load a model's parameters.
@@ -114,7 +114,8 @@ def load_params(
             they are stored, whatever the dtype; other tensors in fp8 are multiplied by their scales.
         place: gives the sharding of an array by its axes and shape; None leaves it on the default device.
         transpose: hold projections as CPUs want them: `Transposed`, and small ones in fp8 so, too.
-        quantize: round matrices that are not quantised to fp8, except the gates of Gated DeltaNet.
+        quantize: rounds matrices that are not quantised (`layouts.rounded`, `layouts.rounded_int4`), except the gates
+            of Gated DeltaNet; None leaves them.
         keep_quantized: keep quantised matrices as they are stored; False widens those in fp8, for training.
 
     Returns:
@@ -148,9 +149,9 @@ def load_params(
 
     def read(parameter: Parameter) -> jax.Array | Weight:
         matrices = {name: quantized[name].load() for name in parameter.parts if name in quantized}
-        if quantize and parameter.is_projection and parameter.path[-1] != "in_proj_ba":
+        if quantize is not None and parameter.is_projection and parameter.path[-1] != "in_proj_ba":
             wide = {name: _read(tensors, name, config) for name in parameter.parts if name not in quantized}
-            matrices |= {name: rounded(tensor) for name, tensor in wide.items()}
+            matrices |= {name: quantize(tensor.reshape(len(tensor), -1)) for name, tensor in wide.items()}
         pieces = uniform(parameter, matrices)
         weights = [grouped(p, matrices, place) if matrices.keys() & p.parts else dense(p) for p in pieces]
         if len(weights) == 1:

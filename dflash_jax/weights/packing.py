@@ -7,6 +7,10 @@ What kernels read has its numbers in another order (`to_words`).
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 from jaxtyping import Int32, UInt8, UInt16
 
@@ -15,6 +19,14 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 Pairs = UInt8[np.ndarray, "O pairs"]
 Numbers = UInt8[np.ndarray, "O I"]
+ROWS_AT_ONCE = 256  # of a matrix, that one thread works on: what it computes stays in its caches
+
+
+def by_rows(function: Callable[[slice], None], rows: int) -> None:
+    """Call a function for parts of so many rows, on all cores: NumPy works on large arrays without Python's lock."""
+    parts = [slice(start, min(start + ROWS_AT_ONCE, rows)) for start in range(0, rows, ROWS_AT_ONCE)]
+    with ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1)) as pool:
+        list(pool.map(function, parts))
 
 
 def to_numbers(pairs: UInt8[np.ndarray, "*O pairs"]) -> UInt8[np.ndarray, "*O I"]:
@@ -34,7 +46,13 @@ def words_to_numbers(words: Int32[np.ndarray, "rows words"]) -> Numbers:
 
 def from_gptq(qweight: Int32[np.ndarray, "words O"]) -> Pairs:
     """Rows of pairs of GPTQ's `qweight`, which packs along the inputs."""
-    return np.ascontiguousarray(qweight.T).view(np.uint8)
+    pairs = np.empty((qweight.shape[1], 4 * qweight.shape[0]), np.uint8)
+
+    def transpose(rows: slice) -> None:
+        pairs[rows] = np.ascontiguousarray(qweight[:, rows].T).view(np.uint8)
+
+    by_rows(transpose, len(pairs))
+    return pairs
 
 
 def from_awq(qweight: Int32[np.ndarray, "I words"]) -> Pairs:
@@ -62,10 +80,14 @@ def to_words(pairs: UInt8[np.ndarray, "*O pairs"], span: int) -> UInt16[np.ndarr
     """
     if span == 4:
         return np.ascontiguousarray(pairs).view("<u2")
-    quarters = pairs.reshape(*pairs.shape[:-1], -1, 4, span // 8)
+    quarters = pairs.reshape(-1, pairs.shape[-1] * 2 // span, 4, span // 8)
     words = np.zeros((*quarters.shape[:-2], span // 8, 2), np.uint16)
-    for place in range(4):
-        bits = quarters[..., place, :].astype(np.uint16)
-        words[..., 0] |= (bits & 15) << (4 * place)
-        words[..., 1] |= (bits >> 4) << (4 * place)
+
+    def interleave(rows: slice) -> None:
+        for place in range(4):
+            bits = quarters[rows, :, place].astype(np.uint16)
+            words[rows, ..., 0] |= (bits & 15) << (4 * place)
+            words[rows, ..., 1] |= (bits >> 4) << (4 * place)
+
+    by_rows(interleave, len(words))
     return words.reshape(*pairs.shape[:-1], -1)

@@ -10,6 +10,7 @@ from pallas_kernels import registry
 from pallas_kernels.lib.int4_kv import Pages
 from pallas_kernels.lib.masks import Mask
 from pallas_kernels.paged_attention.arguments import MOST_WIDENED as MOST_WIDENED
+from pallas_kernels.paged_attention.arguments import MOST_WIDENED_HEAD as MOST_WIDENED_HEAD
 from pallas_kernels.paged_attention.arguments import checked
 from pallas_kernels.registry import FP8_GPUS, HOPPER
 

@@ -16,6 +16,7 @@ from pallas_kernels.lib.masks import Mask
 from pallas_kernels.lib.rotary import Rotary
 
 LOG2E = math.log2(math.e)
+MOST_WIDENED_HEAD = 128  # size of heads; the kernel that wants such copies takes no larger ones
 MOST_WIDENED = 1 << 30  # bytes of a 16-bit copy of fp8 pages, which long chunks need; beyond it Triton converts pages
 
 

@@ -28,7 +28,14 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
 from pallas_kernels.lib.shared_memory import tiled
-from pallas_kernels.paged_attention.arguments import MOST_WIDENED, Arguments, key_range, operand, page_range
+from pallas_kernels.paged_attention.arguments import (
+    MOST_WIDENED,
+    MOST_WIDENED_HEAD,
+    Arguments,
+    key_range,
+    operand,
+    page_range,
+)
 from pallas_kernels.paged_attention.mosaic_layouts import LOWEST, across, copy_layout
 from pallas_kernels.paged_attention.rows import ROWS
 
@@ -44,7 +51,7 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array]  # weighted values, running maxim
 def refusal(args: Arguments) -> str | None:
     """Why this kernel cannot do a call that ``mosaic.refusal`` finds nothing else to object to, or None."""
     H = args.q.shape[-1]
-    if args.q.dtype == jnp.float32 or H > 128:
+    if args.q.dtype == jnp.float32 or H > MOST_WIDENED_HEAD:
         return (
             "The Mosaic paged attention of more than 256 query rows a kv head takes 16-bit queries of 64 or 128 "
             f"numbers; these are {args.q.dtype} of {H}."

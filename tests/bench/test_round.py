@@ -362,7 +362,7 @@ def test_no_preset_is_left_out():
         ("--model qwen3-9b", ["qwen3-9b", "qwen3-8b"]),
         ("--model tiny --num-accepted-tokens 4", ["--num-accepted-tokens 4", "from 0 to 3"]),
         ("--model tiny --num-speculative-tokens 2 --num-accepted-tokens 3", ["from 0 to 2"]),
-        ("--model tiny --num-speculative-tokens 4 --num-accepted-tokens 1", ["num_speculative_tokens=4", "1 to 3"]),
+        ("--model tiny --num-speculative-tokens 5 --num-accepted-tokens 1", ["num_speculative_tokens=5", "1 to 3"]),
         ("--model tiny --num-accepted-tokens 2 --output-len 9", ["--output-len 9", "3 rounds"]),
         ("--model tiny --plain --num-speculative-tokens 2", ["--plain"]),
         ("--model tiny --num-accepted-tokens 1 --batch-size 0", ["--batch-size", "at least 1"]),

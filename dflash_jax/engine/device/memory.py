@@ -13,17 +13,20 @@ import jax.numpy as jnp
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.engine.device.slots import DEFERRED
 from dflash_jax.options import EngineConfig
+from dflash_jax.parallel.platform import OUTSIDE_BYTES
 from dflash_jax.spec import DecoderConfig, DraftConfig, TargetConfig
 from dflash_jax.state import recurrent
 from dflash_jax.state.group import PageGroup, SnapshotGroup
 from dflash_jax.state.layout import Layout
 from pallas_kernels.lib import int4_kv
-from pallas_kernels.paged_attention import MOST_WIDENED
+from pallas_kernels.paged_attention import MOST_WIDENED, MOST_WIDENED_HEAD
 
 CPU_CACHE_BYTES = 4 << 30  # for keys and values, where devices do not say how much memory they have
 LOGITS_COPIES = 6  # float32 [rows, V] that sampling holds at once: logits, scaled, sorted, probabilities, sum, noise
 SAMPLING_STATE_BYTES = 10  # bytes of `Controls` for each token of the vocabulary and each slot
 FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
+
+GAPS_BYTES = 256 << 20  # that JAX's allocator cannot use, where `gpu_memory_bytes` leaves no other room
 
 MOST_SNAPSHOTS = 16  # snapshots of recurrent states for each slot: more would hardly be hit
 FULL, SLIDING, STATES = 0, 1, 2  # places of the groups in `Layout.groups`; the last only with recurrent layers
@@ -55,17 +58,34 @@ def group_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineC
     return full + (draft.num_hidden_layers - sliding_layers) * of_layer, sliding_layers * of_layer
 
 
-def plan_layout(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> Layout:
-    """Divide the memory for what is kept of sequences among the groups.
+@dataclass(frozen=True)
+class Division:
+    """How the memory for what is kept of sequences is divided; `plan_layout` says by what rules.
 
-    Every slot has its recurrent state. Snapshots of such states get their share; the sliding group gets as many pages
-    as `max_num_seqs` sequences can need; the full group gets the rest, but no more than these sequences can fill.
-
-    Raises:
-        ConfigError: the memory does not hold one sequence of `max_model_len`, the target has no attention, or a model's
-            head size does not suit its `int4_had`.
+    Attributes:
+        budget: bytes on all devices together.
+        width: pages of the longest sequence's table.
+        window: of the sliding group; None without one.
+        sliding_pages: of the sliding group.
+        full_pages: of the full group; they fit nothing where they are fewer than `width`.
+        snapshots: of recurrent states.
     """
-    _check_head_sizes(target, draft, config)
+
+    budget: int
+    width: int
+    window: int | None
+    sliding_pages: int
+    full_pages: int
+    snapshots: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether one sequence of `max_model_len` fits."""
+        return self.full_pages >= self.width
+
+
+def divide(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig, parameters: int = 0) -> Division:
+    """Divide the memory; `parameters` are their bytes on one device, for devices that do not say what is in use."""
     size, block = config.page_size, config.num_speculative_tokens + 1
     windows = [mask.window for mask in draft.layers if mask.window is not None] if draft else []
     window = max(windows) if windows else None
@@ -73,27 +93,67 @@ def plan_layout(target: TargetConfig, draft: DraftConfig | None, config: EngineC
     width = -(-(config.max_model_len + 2 * block) // size)
     sliding_each = 0 if window is None else min(width, -(-(window + 3 * block) // size) + 1)
     full_bytes, sliding_bytes = group_bytes(target, draft, config)
-    if not full_bytes:
-        raise ConfigError(
-            "no layer of the target has attention, and such models are not supported; give another model."
-        )
-    budget = config.kv_cache_memory_bytes or free_bytes(target, draft, config)
+    budget = config.kv_cache_memory_bytes or free_bytes(target, draft, config, parameters)
     sliding_pages = config.max_num_seqs * sliding_each
     state_bytes = recurrent.row_bytes(target, block, config.dtype)
     snapshots = num_snapshots(target, config, budget, state_bytes)
     states = (config.max_num_seqs + snapshots) * state_bytes
     left = budget - sliding_pages * size * sliding_bytes - states
     full_pages = min(left // (size * full_bytes), config.max_num_seqs * width)
-    if full_pages < width:
+    return Division(budget, width, window, sliding_pages, full_pages, snapshots)
+
+
+def plan_layout(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig, parameters: int = 0) -> Layout:
+    """Divide the memory for what is kept of sequences among the groups.
+
+    Every slot has its recurrent state. Snapshots of such states get their share; the sliding group gets as many pages
+    as `max_num_seqs` sequences can need; the full group gets the rest, but no more than these sequences can fill.
+
+    Args:
+        target: the target.
+        draft: its drafter.
+        config: lengths, dtypes and shares.
+        parameters: their bytes on one device, for devices that do not say what is in use.
+
+    Raises:
+        ConfigError: the memory does not hold one sequence of `max_model_len`, the target has no attention, or a model's
+            head size does not suit its `int4_had`.
+    """
+    _check_head_sizes(target, draft, config)
+    if not target.attention_layers:
         raise ConfigError(
-            f"{budget / 2**30:.2f} GiB for keys and values hold {max(full_pages, 0) * size} tokens, and one sequence "
-            f"of max_model_len={config.max_model_len} needs {width * size}; lower max_model_len, max_num_seqs or "
-            "max_num_batched_tokens, or raise gpu_memory_utilization, kv_cache_memory_bytes or tensor_parallel_size."
+            "no layer of the target has attention, and such models are not supported; give another model."
         )
-    pages = PageGroup(full_pages, size), PageGroup(sliding_pages, size, window)
+    size, block = config.page_size, config.num_speculative_tokens + 1
+    division = divide(target, draft, config, parameters)
+    if not division.fits:
+        limit = "gpu_memory_utilization" if config.gpu_memory_bytes is None else "gpu_memory_bytes"
+        taken = "" if config.gpu_memory_bytes is None else f" ({_what_is_taken(target, draft, config, parameters)})"
+        raise ConfigError(
+            f"{division.budget / 2**30:.2f} GiB for keys and values{taken} hold {max(division.full_pages, 0) * size} "
+            f"tokens, and one sequence of max_model_len={config.max_model_len} needs {division.width * size}; lower "
+            f"max_model_len, max_num_seqs or max_num_batched_tokens, or raise {limit}, kv_cache_memory_bytes or "
+            "tensor_parallel_size."
+        )
+    pages = PageGroup(division.full_pages, size), PageGroup(division.sliding_pages, size, division.window)
     if not target.recurrent_layers:
-        return Layout(size, block, width, pages)
-    return Layout(size, block, width, (*pages, SnapshotGroup(snapshots)), snapshots=STATES)
+        return Layout(size, block, division.width, pages)
+    groups = (*pages, SnapshotGroup(division.snapshots))
+    return Layout(size, block, division.width, groups, snapshots=STATES)
+
+
+def _what_is_taken(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig, parameters: int) -> str:
+    """What `gpu_memory_bytes` loses before keys and values get anything, in words."""
+    assert config.gpu_memory_bytes is not None
+    states = config.max_num_seqs * recurrent.row_bytes(target, config.num_speculative_tokens + 1, config.dtype)
+    parts = {
+        "parameters": parameters,
+        "temporaries of steps": working_bytes(target, draft, config),
+        "CUDA and gaps between arrays": OUTSIDE_BYTES + GAPS_BYTES,
+        f"and within them the states of {config.max_num_seqs} sequences": states,
+    }
+    words = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size)
+    return f"gpu_memory_bytes={config.gpu_memory_bytes / 2**30:.2f} GiB less {words}"
 
 
 def _check_head_sizes(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> None:
@@ -199,12 +259,25 @@ def log_capacity(target: TargetConfig, draft: DraftConfig | None, layout: Layout
         logger.info(line)
 
 
-def free_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> int:
-    """Bytes that the devices together have left for keys and values, once the parameters are loaded."""
+def free_bytes(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig, parameters: int = 0) -> int:
+    """Bytes that the devices together have left for keys and values, once the parameters are loaded.
+
+    Args:
+        target: the target.
+        draft: its drafter.
+        config: the share or the bytes of each device that may be taken.
+        parameters: their bytes on one device, for devices that do not say what is in use.
+    """
     stats = [device.memory_stats() or {} for device in jax.devices()[: config.tensor_parallel_size]]
-    if any("bytes_limit" not in stat for stat in stats):
+    is_known = all("bytes_limit" in stat for stat in stats)
+    if config.gpu_memory_bytes is not None:
+        most = config.gpu_memory_bytes - OUTSIDE_BYTES
+        unused = [min(most, s["bytes_limit"]) - s["bytes_in_use"] for s in stats] if is_known else [most - parameters]
+        left = min(unused) - GAPS_BYTES
+    elif is_known:
+        left = min(int(s["bytes_limit"] * config.gpu_memory_utilization) - s["bytes_in_use"] for s in stats)
+    else:
         return CPU_CACHE_BYTES
-    left = min(int(s["bytes_limit"] * config.gpu_memory_utilization) - s["bytes_in_use"] for s in stats)
     return max(left - working_bytes(target, draft, config), 0) * config.tensor_parallel_size
 
 
@@ -218,7 +291,7 @@ def working_bytes(target: TargetConfig, draft: DraftConfig | None, config: Engin
     verified = config.max_num_seqs * (config.num_speculative_tokens + 1)
     prefill = step_bytes(target, draft, config, tokens=config.max_num_batched_tokens, rows=config.max_num_seqs)
     widened = 0  # bytes of the 16-bit copy of a layer's fp8 pages that a prefill makes
-    if config.kv_cache_dtype in FP8:
+    if config.kv_cache_dtype in FP8 and target.head_dim <= MOST_WIDENED_HEAD:
         kept = config.max_num_seqs * config.max_model_len * target.num_key_value_heads * target.head_dim
         widened = min(MOST_WIDENED, 2 * 2 * kept)
     return state + max(prefill + widened, step_bytes(target, draft, config, tokens=verified, rows=verified))
@@ -294,6 +367,6 @@ def explain_out_of_memory() -> Iterator[None]:
             raise
         raise ConfigError(
             f"the device ran out of memory ({message.splitlines()[0]}); lower gpu_memory_utilization or "
-            "kv_cache_memory_bytes, max_num_seqs, max_num_batched_tokens or max_model_len, or raise "
-            "tensor_parallel_size."
+            "kv_cache_memory_bytes, max_num_seqs, max_num_batched_tokens or max_model_len, or raise gpu_memory_bytes "
+            "or tensor_parallel_size."
         ) from error

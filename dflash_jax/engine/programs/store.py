@@ -218,7 +218,9 @@ class Programs:
                 self._compiling.discard(program)
                 self._changed.notify_all()
         level = logging.DEBUG if is_one_of_many else logging.INFO
-        logger.log(level, "compiled %s in %.1f s", program.label, time.perf_counter() - began)
+        seconds, memory = time.perf_counter() - began, executable.memory_analysis()
+        taken = "" if memory is None else f"; its temporaries take {memory.temp_size_in_bytes / 2**20:.0f} MiB"
+        logger.log(level, "compiled %s in %.1f s%s", program.label, seconds, taken)
         return executable
 
     def _make_room(self) -> None:
