@@ -14,7 +14,7 @@ import numpy as np
 from dflash_jax.base.env import claim_device_memory
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.base.values import SEED_LIMIT, CompletionOutput, Prompt, SamplingParams, is_int
-from dflash_jax.engine.device.budget import device_bytes, with_draft_quantization
+from dflash_jax.engine.device.budget import device_bytes, fitted, with_draft_quantization
 from dflash_jax.engine.device.memory import explain_out_of_memory
 from dflash_jax.engine.device.model import Model, narrowed, quantized
 from dflash_jax.engine.engine import Engine
@@ -119,13 +119,12 @@ def load(
         loaded = _load(folder, target, config, mesh, quantize=rounded if quantize else None)
     else:
         loaded = Model(target, dict(target_params), load_kv_scales(folder, target))
-    config = with_draft_quantization(config, target, draft, device_bytes(loaded.params))
-    return frontend, Engine(
-        loaded,
-        None if draft_folder is None or draft is None else _load_draft(draft_folder, draft, loaded, config, mesh),
-        mesh=mesh,
-        config=config,
-    )
+    of_target, drafter = device_bytes(loaded.params), None
+    if draft_folder is not None and draft is not None:
+        config = with_draft_quantization(config, target, draft, of_target)
+        drafter = _load_draft(draft_folder, draft, loaded, config, mesh)
+    config = fitted(target, draft, config, of_target + (device_bytes(drafter.params) if drafter else 0))
+    return frontend, Engine(loaded, drafter, mesh=mesh, config=config)
 
 
 def _load(

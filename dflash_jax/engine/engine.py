@@ -19,8 +19,8 @@ import numpy as np
 
 from dflash_jax.base.errors import QueueFullError
 from dflash_jax.base.values import EngineStats
-from dflash_jax.engine.device.budget import device_bytes, fitted, log_parts
-from dflash_jax.engine.device.memory import log_capacity, plan_layout
+from dflash_jax.engine.device.budget import device_bytes, log_plan
+from dflash_jax.engine.device.memory import plan_layout
 from dflash_jax.engine.device.model import Model
 from dflash_jax.engine.device.shapes import Load, Shapes, StepShape
 from dflash_jax.engine.device.slots import Emitted, StepSpec, Tables
@@ -49,14 +49,11 @@ class Engine:
     def __init__(self, target: Model, draft: Model | None, *, mesh: Mesh, config: EngineConfig):
         assert isinstance(target.config, TargetConfig)
         draft_config = draft.config if draft and isinstance(draft.config, DraftConfig) else None
-        self.target, self.draft = target, draft
+        self.target, self.draft, self.mesh, self.config = target, draft, mesh, config
         parameters = [device_bytes(model.params) if model else 0 for model in (target, draft)]
-        self.mesh, self.config = mesh, fitted(target.config, draft_config, config, sum(parameters))
-        config = self.config
         self.spec = StepSpec(target.config, draft_config, config.num_speculative_tokens + 1, mesh)
         self.layout = plan_layout(target.config, draft_config, config, sum(parameters))
-        log_capacity(target.config, draft_config, self.layout, config)
-        log_parts(target.config, draft_config, self.layout, config, parameters)
+        log_plan(target.config, draft_config, self.layout, config, parameters)
         self.shapes = Shapes.of(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -166,13 +163,10 @@ class Engine:
         return stats_of(self.scheduler, self.snapshots, self._emissions, self.num_compiles)
 
     def step(self) -> list[Sequence]:
-        """Enqueue a chunk of prompts and a round, then read every step in flight but that round.
+        """Enqueue a chunk of prompts and a round, read every other step in flight, and return which sequences changed.
 
         If the step fails, the contents of the cache are lost: the sequences that ran are computed again, each alone
         until it has completed a round. A sequence that fails alone ends with the error.
-
-        Returns:
-            The sequences that changed.
         """
         try:
             changed = self._step()

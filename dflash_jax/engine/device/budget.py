@@ -18,6 +18,7 @@ from dflash_jax.engine.device.memory import (
     capacity_of,
     divide,
     group_bytes,
+    log_capacity,
     working_bytes,
 )
 from dflash_jax.options import EngineConfig
@@ -164,15 +165,24 @@ def parts_of(
     return {name: size for name, size in parts.items() if size}
 
 
-def log_parts(
+def log_plan(
     target: TargetConfig,
     draft: DraftConfig | None,
     layout: Layout,
     config: EngineConfig,
     parameters: Sequence[int],
 ) -> None:
-    """Log at INFO what each part takes of a device; arguments as for `parts_of`."""
+    """Log at INFO what a layout can hold, and what each part takes of a device; arguments as for `parts_of`."""
+    log_capacity(target, draft, layout, config)
     parts = parts_of(target, draft, layout, config, parameters)
     words = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
     cap = "" if config.gpu_memory_bytes is None else f" of gpu_memory_bytes={config.gpu_memory_bytes / 2**30:.2f}"
     logger.info("Memory of a device in GiB: %s; in all %.2f%s", words, sum(parts.values()) / 2**30, cap)
+
+
+def log_peak(devices: int) -> None:
+    """Log at INFO the most that JAX's allocator has given, on the one of so many devices that gave most."""
+    stats = [device.memory_stats() or {} for device in jax.devices()[:devices]]
+    peak, limit = max((s.get("peak_bytes_in_use", 0), s.get("bytes_limit", 0)) for s in stats)
+    if peak:
+        logger.info("Memory of a device at its peak: %d of %d bytes that JAX's allocator has", peak, limit)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from dflash_jax.engine.device import steps
 from dflash_jax.engine.device.acceptance import Confirm, accepted
+from dflash_jax.engine.device.budget import log_peak
 from dflash_jax.engine.device.controls import empty_controls
 from dflash_jax.engine.device.model import Model
 from dflash_jax.engine.device.pools import make_caches
@@ -145,6 +146,10 @@ class ModelRunner:
     def is_compiling(self) -> bool:
         """Whether programs are being compiled in the background, which slows the engine down."""
         return self._store.is_compiling
+
+    def log_peak(self) -> None:
+        """Log the most memory that was taken of a device, where devices say it."""
+        log_peak(self.mesh.size)
 
     def finish_compiling(self) -> None:
         """Wait until nothing is left to compile."""

@@ -336,6 +336,7 @@ def main(arguments: list[str]) -> int:
         )
     )
     server.serve()
+    engine.runner.log_peak()
     os._exit(0)  # the server is gone, so no step, compilation or grammar is waited for
 
 
