@@ -11,8 +11,11 @@ import pytest
 from dflash_jax import LLM, ConfigError, SamplingParams
 from dflash_jax.engine import engine as engine_module
 from dflash_jax.models.drafters.dflash import DraftModel
+from dflash_jax.models.projections import project_whole
 from dflash_jax.parallel.collectives import Devices
+from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.weights.formats.fp8 import CONTEXT, QUANTIZED, Quantized, QuantizedRows, to_e4m3
+from dflash_jax.weights.formats.grouped import Grouped
 from dflash_jax.weights.formats.weight import logits_of, project
 from dflash_jax.weights.loader import load_params
 from pallas_kernels import _compat
@@ -113,6 +116,19 @@ def test_only_weights_of_one_device_go_to_kernels(monkeypatch, is_whole):
     given = [((64, 4096), jnp.bfloat16), ((4096, 4096), jnp.float8_e4m3fn), ((4096,), jnp.float32)]
     text = cuda_lowering(call, *(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in given))
     assert ("mosaic_gpu" in text, "xla.gpu.triton" in text) == (is_whole, is_whole)
+
+
+@pytest.mark.parametrize("mesh", [None, 1, 2])
+def test_features_are_projected_in_4_bits_by_kernels(monkeypatch, mesh):
+    monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
+    devices = Devices(None if mesh is None else Mesh.of(mesh))
+
+    def call(x, values, scales, zeros):
+        return project_whole(x, Grouped(values, scales, zeros), devices)
+
+    shapes = [((1, 16, 1024), jnp.bfloat16), ((512, 256), jnp.uint16), ((512, 8), jnp.float16), ((512, 8), jnp.uint8)]
+    text = cuda_lowering(call, *(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes))
+    assert ("xla.gpu.triton" in text) == (mesh is not None)
 
 
 def test_logits_are_float32():

@@ -107,6 +107,21 @@ def project_heads(
     return heads
 
 
+def project_whole(
+    x: Float[Array, "B T C"] | QuantizedRows, weight: Array | Weight, devices: Devices
+) -> Float[Array, "B T D"]:
+    """Project by a weight [D, C] that no device holds a part of: each device that has kernels multiplies all of it."""
+    weight = weight_of(weight)
+    if not (devices.has_kernels and weight.needs_kernels):
+        return project(x, weight)
+
+    def on_each(x: Rows, weight: Weight) -> Array:
+        return project(x, weight, kernels=True)
+
+    projected: Array = devices.on_each(on_each, (WHOLE, WHOLE), WHOLE)(x, weight)
+    return projected
+
+
 def project_swiglu(
     x: Float[Array, "B T D"] | QuantizedRows,
     weight: Array | Weight,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.caches import ContextCache, KVCache
 from dflash_jax.models.layers import DecoderLayer, run_layers
-from dflash_jax.models.projections import likeliest_product
+from dflash_jax.models.projections import likeliest_product, project_whole
 from dflash_jax.models.rope import rope_tables
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.spec import DraftConfig
@@ -50,7 +50,8 @@ class DraftModel(nn.Module):
             positions: absolute positions of the tokens, int32; tokens at negative ones are skipped.
             cache: the drafter's.
         """
-        context = rms_norm(project(features, self.weights["fc"]), self.weights["hidden_norm"], self.config.rms_norm_eps)
+        projected = project_whole(features, self.weights["fc"], self.devices)
+        context = rms_norm(projected, self.weights["hidden_norm"], self.config.rms_norm_eps)
         rotary = Rotary(*rope_tables(self.config, positions), eps=self.config.rms_norm_eps)
         k_norms = [layer.self_attn.weights.get("k_norm") for layer in self.layers]
         return cache.write_context(self._context_heads(context), rotary, k_norms, positions)
