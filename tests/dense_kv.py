@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.spec import GatedDelta, LayerMask
-from dflash_jax.state.dense_kv import attention, recur_whole, write_each
-from pallas_kernels.gated_delta import Weights
+from dflash_jax.state.dense_kv import attention, write_each
+from dflash_jax.state.recurrent import shapes_of
+from pallas_kernels.gated_delta import Kept, Weights, reference
 from pallas_kernels.lib.masks import visible
 from pallas_kernels.lib.rotary import Rotary, split_heads
 
@@ -102,3 +103,18 @@ class DenseKVCache:
         """`write`, and `attend` by its queries."""
         q, cache = self.write(layer, heads, rotary, positions)
         return cache.attend(layer, q, positions, kv_length, mask), cache
+
+
+def recur_whole(
+    inputs: Float[Array, "B T HK C"],
+    gates: Float[Array, "B T HV 2"],
+    weights: Weights,
+    positions: Int[Array, "B T"],
+    delta: GatedDelta,
+) -> Float[Array, "B T HV dv"]:
+    """Outputs of a Gated DeltaNet layer for whole sequences, from their first token on; differentiable."""
+    B = len(inputs)
+    kept = Kept(*(jnp.zeros(part.shape, part.dtype) for part in shapes_of(delta, B, 1, inputs.dtype)))
+    length = (positions >= 0).sum(axis=1, dtype=jnp.int32)
+    outputs, _ = reference.prefill(kept, weights, jnp.arange(B), jnp.ones(B, bool), inputs, gates, length)
+    return outputs

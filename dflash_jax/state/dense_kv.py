@@ -11,9 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.spec import GatedDelta
-from dflash_jax.state.recurrent import shapes_of
-from pallas_kernels.gated_delta import Kept, Weights, reference
 from pallas_kernels.lib.rotary import Rotary, pairs_of
 
 
@@ -29,21 +26,6 @@ def write_each(
         heads_of_layer = array[..., row : row + 2, :]
         _, cache = cache.write(layer, heads_of_layer, replace(rotary, k_norm=k_norm), positions)
     return cache
-
-
-def recur_whole(
-    inputs: Float[Array, "B T HK C"],
-    gates: Float[Array, "B T HV 2"],
-    weights: Weights,
-    positions: Int[Array, "B T"],
-    delta: GatedDelta,
-) -> Float[Array, "B T HV dv"]:
-    """Outputs of a Gated DeltaNet layer for whole sequences, from their first token on; differentiable."""
-    B = len(inputs)
-    kept = Kept(*(jnp.zeros(part.shape, part.dtype) for part in shapes_of(delta, B, 1, inputs.dtype)))
-    length = (positions >= 0).sum(axis=1, dtype=jnp.int32)
-    outputs, _ = reference.prefill(kept, weights, jnp.arange(B), jnp.ones(B, bool), inputs, gates, length)
-    return outputs
 
 
 def attention(

@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.models.caches import ContextCache, KVCache
 from dflash_jax.spec import GatedDelta, LayerMask
-from dflash_jax.state.dense_kv import attention, recur_whole, write_each
+from dflash_jax.state.dense_kv import attention, write_each
+from dflash_jax.train.gated_delta import recur_sequences
 from pallas_kernels.gated_delta import Weights
 from pallas_kernels.lib.masks import visible
 from pallas_kernels.lib.rotary import Rotary, split_heads
@@ -72,7 +73,7 @@ class SequenceCache(ContextCache):
         delta: GatedDelta,
     ) -> tuple[Float[Array, "B T HV dv"], SequenceCache]:
         """Run the recurrence over whole sequences, from zeros; nothing is kept."""
-        return recur_whole(inputs, gates, weights, positions, delta), self
+        return recur_sequences(inputs, gates, weights, positions, delta), self
 
     def attend(
         self,
