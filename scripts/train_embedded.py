@@ -3,15 +3,18 @@
     python scripts/train_embedded.py tokenizer --corpus build/corpus --out build/embedded/target
     python scripts/train_embedded.py target --corpus build/corpus --out build/embedded/target --minutes 8
     python scripts/train_embedded.py target --corpus build/corpus --out build/embedded/target --minutes 8 --grow
+    python scripts/train_embedded.py target --architecture hybrid --corpus build/corpus --out build/hybrid/target
 
 The first command writes the tokenizer. The second encodes the corpus with it (once: `train.npy` and `heldout.npy` stay
 in the folder of the corpus), trains on all devices and writes the model to the same folder, which `LLM` can load. The
 third continues with that model and twice its layers: each layer is followed by a new one, which adds nothing at first.
+The fourth trains a hybrid of Gated DeltaNet and attention, with the tokenizer that its folder holds.
 
 The tokenizer is a byte-level BPE that knows Python's layout: an indentation is one token, apart from the newlines
 before it, so that a prompt may end in a newline and the model still indents the next line.
 
-Files are joined by the end-of-text token; each step takes rows from random places of the corpus. Weights are float32,
+Files are joined by the end-of-text token; each step takes rows from random places of the corpus. Some rows repeat their
+first tokens until their end, so that a small model learns to copy from far back. Weights are float32,
 computed with in bfloat16, projections as fp8 will hold them in the file; AdamW, with a warm-up and a cosine to zero
 over the given time.
 """
@@ -32,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from embedded_architectures import ARCHITECTURES, MAX_LENGTH, VOCAB_SIZE
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -49,30 +53,9 @@ from dflash_jax.weights.parameters import Parameter, build, output_axes, paramet
 from dflash_jax.weights.tables import checkpoint_table
 
 EOS, MASK = "<|endoftext|>", "<|mask|>"
-VOCAB_SIZE = 4096
-MAX_LENGTH = 2048
 # Pieces: newlines, indentation, names with the space and underscores before them, digits, punctuation, other spaces.
 PIECES = r"\n+|^[ \t]+| ?_*\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+"
 SAMPLE = 20_000_000  # characters that the tokenizer is trained on
-TARGET = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 8,  # before --grow
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": MAX_LENGTH,
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-    "eos_token_id": 0,
-    "dtype": "float32",  # to compute in; the file holds fp8 and bfloat16
-}
 GENERATION = {"do_sample": False, "temperature": 0.0, "eos_token_id": 0}
 TOKENIZER = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -81,6 +64,8 @@ TOKENIZER = {
     "model_max_length": MAX_LENGTH,
     "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
 }
+REPEATS = 1 / 16  # share of rows that repeat their first tokens
+SHORTEST_REPEAT = 64  # tokens
 WARM_UP = 0.02  # share of the training
 CHUNK = 10  # steps of one program, with one learning rate
 EVALUATED = 0.05  # share of the training between two evaluations on held-out files
@@ -165,7 +150,9 @@ def as_stored(params: Params, config: TargetConfig) -> Params:
 
     def stored(parameter: Parameter) -> Array:
         weight = parameter.of(params)
-        if parameter.is_projection:
+        if parameter.is_float32:
+            return weight
+        if parameter.is_projection and parameter.path[-1] != "in_proj_ba":  # which the file holds in bfloat16
             values, scales = to_e4m3(weight, output_axes(parameter.axes))
             shape = scales.shape + (1,) * (weight.ndim - scales.ndim)
             rounded = values.astype(jnp.float32) * scales.reshape(shape)
@@ -199,9 +186,22 @@ def loss_of(params: Params, tokens: Int[Array, "B T1"], config: TargetConfig) ->
     return optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), tokens[:, 1:]).mean()
 
 
-def rows_at(tokens: Int[Array, " S"], starts: Int[Array, " B"], length: int) -> Int[Array, "B T1"]:
-    """Rows of `length` tokens, and the token after each."""
-    return tokens[starts[:, None] + jnp.arange(length + 1)].astype(jnp.int32)
+def rows_at(
+    tokens: Int[Array, " S"], starts: Int[Array, " B"], length: int, periods: Int[Array, " B"] | None = None
+) -> Int[Array, "B T1"]:
+    """Rows of `length` tokens, and the token after each; a row of period n repeats its first n tokens."""
+    offsets = jnp.arange(length + 1)
+    if periods is not None:
+        offsets = offsets % periods[:, None]
+    return tokens[starts[:, None] + offsets].astype(jnp.int32)
+
+
+def random_periods(key: Array, rows: int, length: int) -> Int[Array, " B"]:
+    """Periods of rows: at most half their length for `REPEATS` of them, longer than the row for the others."""
+    chosen, drawn = jax.random.split(key)
+    shortest = min(SHORTEST_REPEAT, length // 4)
+    periods = jax.random.randint(drawn, (rows,), shortest, length // 2 + 1)
+    return jnp.where(jax.random.bernoulli(chosen, REPEATS, (rows,)), periods, length + 1)
 
 
 def make_optimizer(weight_decay: float) -> optax.GradientTransformation:
@@ -232,17 +232,19 @@ def make_chunk(
     The rows of a step are split over the devices; everything else is replicated.
     """
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("dp"), P()), out_specs=P(), check_vma=False)
-    def loss_and_gradients(params: Params, starts: Array, tokens: Array) -> tuple[Array, Params]:
-        loss_and_gradient = jax.value_and_grad(loss_of)(params, rows_at(tokens, starts, length), config)
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("dp"), P("dp"), P()), out_specs=P(), check_vma=False)
+    def loss_and_gradients(params: Params, starts: Array, periods: Array, tokens: Array) -> tuple[Array, Params]:
+        loss_and_gradient = jax.value_and_grad(loss_of)(params, rows_at(tokens, starts, length, periods), config)
         return jax.lax.pmean(loss_and_gradient, "dp")
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def chunk(params: Params, state: Any, key: Array, rate: Array, tokens: Array) -> tuple[Params, Any, Array]:
         def step(carry: tuple[Params, Any], key: Array) -> tuple[tuple[Params, Any], Array]:
             params, state = carry
-            starts = jax.random.randint(key, (rows,), 0, tokens.shape[0] - length)
-            loss, gradients = loss_and_gradients(params, starts, tokens)
+            of_starts, of_periods = jax.random.split(key)
+            starts = jax.random.randint(of_starts, (rows,), 0, tokens.shape[0] - length)
+            periods = random_periods(of_periods, rows, length)
+            loss, gradients = loss_and_gradients(params, starts, periods, tokens)
             updates, state = optimizer.update(gradients, state, params)
             return (jax.tree.map(lambda p, u: p - rate * u, params, updates), state), loss
 
@@ -260,8 +262,14 @@ def make_evaluation(config: TargetConfig, tokens: Array, rows: int, length: int)
     return lambda params: float(np.mean([batch_loss(params, batch) for batch in batches]))
 
 
-def train(args: argparse.Namespace, config: TargetConfig, train_tokens: np.ndarray, heldout: np.ndarray) -> Params:
-    """Train until the steps or the minutes are over; prints losses and speed."""
+def train(
+    args: argparse.Namespace,
+    config: TargetConfig,
+    train_tokens: np.ndarray,
+    heldout: np.ndarray,
+    save: Callable[[Params], None],
+) -> None:
+    """Train until the steps or the minutes are over; prints losses and speed, and saves at every evaluation."""
     key, seed = jax.random.split(jax.random.key(args.seed))
     zeros = jnp.zeros((1, 2), jnp.int32)
     params = TargetModel(config).init(seed, zeros, zeros, SequenceCache())["params"]
@@ -296,7 +304,7 @@ def train(args: argparse.Namespace, config: TargetConfig, train_tokens: np.ndarr
                 f"rate {rate:.2e}, {speed:,.0f} tokens/s, {seconds:.0f} s",
                 flush=True,
             )
-    return params
+            save(params)
 
 
 def run_tokenizer(args: argparse.Namespace) -> None:
@@ -317,12 +325,19 @@ def run_target(args: argparse.Namespace) -> None:
     """Train the target and write it."""
     tokenizer = Tokenizer.from_file(str(args.out / "tokenizer.json"))
     layers = 2 * read_json(args.out / "config.json")["num_hidden_layers"] if args.grow else args.layers
-    raw = TARGET | {"num_hidden_layers": layers, "vocab_size": tokenizer.get_vocab_size()}
+    raw = {
+        **ARCHITECTURES[args.architecture],
+        "num_hidden_layers": layers,
+        "vocab_size": tokenizer.get_vocab_size(),
+    }
     config = target_config(raw)
-    splits = (tokens_of(args.corpus, split, tokenizer) for split in ("train", "heldout"))
-    params = train(args, config, *splits)
-    save_model(args.out, raw, config, jax.device_get(params), "fp8_e4m3")
     save_json(args.out / "generation_config.json", GENERATION)
+
+    def save(params: Params) -> None:
+        save_model(args.out, raw, config, jax.device_get(params), "fp8_e4m3")
+
+    splits = (tokens_of(args.corpus, split, tokenizer) for split in ("train", "heldout"))
+    train(args, config, *splits, save)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -338,11 +353,15 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     command.add_argument("--steps", type=int, default=0, help="train so many steps instead, however long it takes")
     command.add_argument("--rows", type=int, default=64, help="of a batch")
     command.add_argument("--length", type=int, default=MAX_LENGTH, help="tokens of a row")
-    command.add_argument("--layers", type=int, default=TARGET["num_hidden_layers"])
+    command.add_argument("--architecture", choices=tuple(ARCHITECTURES), default="dense", help="of a new model")
+    command.add_argument("--layers", type=int, default=8)
     command.add_argument("--grow", action="store_true", help="go on with the model in the folder, in twice its layers")
     command.add_argument("--learning-rate", type=float, default=3e-3)
     command.add_argument("--weight-decay", type=float, default=0.1)
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.run is run_target and args.grow and args.architecture != "dense":
+        parser.error("--grow knows the layers of dense models only; train a hybrid from the start.")
+    return args
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -2,17 +2,19 @@
 
 import json
 import lzma
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import train_embedded
+from embedded_architectures import DENSE
 from transformers import AutoTokenizer
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.models.target import TargetModel
-from dflash_jax.spec import target_config
+from dflash_jax.spec import GatedDelta, read_json, target_config
 from dflash_jax.train.cache import SequenceCache
 from dflash_jax.weights.export import save_model
 from dflash_jax.weights.loader import load_params
@@ -96,7 +98,7 @@ def test_another_tokenizer_makes_other_tokens(folders, tokenizer):
 
 
 def small_config(layers=1):
-    return target_config(train_embedded.TARGET | {"num_hidden_layers": layers, "vocab_size": 64})
+    return target_config(DENSE | {"num_hidden_layers": layers, "vocab_size": 64})
 
 
 def test_the_loss_is_that_of_the_model_in_float32_but_for_rounding():
@@ -131,7 +133,7 @@ def test_a_grown_model_computes_the_same():
 
 
 def test_weights_are_computed_with_as_the_file_holds_them(tmp_path):
-    raw = train_embedded.TARGET | {"num_hidden_layers": 1, "vocab_size": 64}
+    raw = DENSE | {"num_hidden_layers": 1, "vocab_size": 64}
     config = target_config(raw)
     tokens = jnp.zeros((1, 2), jnp.int32)
     params = TargetModel(config).init(jax.random.key(0), tokens, tokens, SequenceCache())["params"]
@@ -171,3 +173,32 @@ def test_the_target_has_learnt_and_is_served(trained):
     (result,) = llm.generate("    def area(self):\n        if self.width > 0:\n", params)
     assert "for row in range(12):" in result.outputs[0].text
     assert (trained / "generation_config.json").exists()
+
+
+def test_a_hybrid_learns_and_its_numbers_are_those_of_the_file(folders, tokenizer, tmp_path):
+    corpus, out = folders
+    for file in out.glob("tokenizer*.json"):
+        shutil.copy(file, tmp_path)
+    sizes = ["--layers", "2", "--rows", "4", "--length", "32", "--steps", "10"]
+    train_embedded.main(["target", "--architecture", "hybrid", "--corpus", str(corpus), "--out", str(tmp_path), *sizes])
+    config = target_config(read_json(tmp_path / "config.json"))
+    assert [isinstance(layer.mixer, GatedDelta) for layer in config.layers] == [True, True]
+    read = load_params(tmp_path, config, jnp.float32, keep_quantized=False)
+    computed = train_embedded.as_stored(read, config)
+    for one, other in zip(jax.tree.leaves(computed), jax.tree.leaves(read), strict=True):
+        assert jnp.mean(one.astype(jnp.bfloat16) != other.astype(jnp.bfloat16)) < 1e-3
+    assert computed["layers_0"]["linear_attn"]["A_log"].dtype == jnp.float32
+
+
+def test_rows_repeat_after_their_period():
+    rows = train_embedded.rows_at(jnp.arange(100, dtype=jnp.uint16), jnp.array([3, 50]), 9, jnp.array([4, 20]))
+    assert rows.tolist() == [[3, 4, 5, 6] * 2 + [3, 4], list(range(50, 60))]
+    periods = train_embedded.random_periods(jax.random.key(0), 4096, 2048)
+    repeated = periods[periods <= 2048]
+    assert 0.04 < len(repeated) / 4096 < 0.09
+    assert train_embedded.SHORTEST_REPEAT <= repeated.min() < repeated.max() <= 1024
+
+
+def test_only_a_dense_model_grows():
+    with pytest.raises(SystemExit):
+        train_embedded.main(["target", "--architecture", "hybrid", "--grow"])
