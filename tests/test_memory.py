@@ -16,6 +16,7 @@ from dflash_jax.engine.device.budget import (
     ROOM,
     draft_bytes,
     fitted,
+    has_room,
     parameter_bytes,
     parts_of,
     with_draft_quantization,
@@ -29,6 +30,7 @@ from dflash_jax.engine.device.memory import (
 )
 from dflash_jax.engine.device.pools import make_caches, place_layers
 from dflash_jax.engine.device.slots import DEFERRED
+from dflash_jax.engine.device.steps import compiler_options
 from dflash_jax.options import EngineArgs, EngineConfig
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import draft_config, target_config
@@ -301,7 +303,7 @@ def test_what_is_given_is_not_lowered():
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (2, 4096)
     roomy, _, _ = bounded(gpu_memory_bytes=80 * GIB, kv_cache_dtype="fp8", max_model_len=32_000)
     assert (roomy.max_num_seqs, roomy.max_num_batched_tokens, roomy.draft_quantization) == (16, 8192, None)
-    wide, _, _ = bounded(gpu_memory_bytes=int(22.5 * GIB), kv_cache_dtype="fp8", max_model_len=32_000)
+    wide, _, _ = bounded(gpu_memory_bytes=int(22.75 * GIB), kv_cache_dtype="fp8", max_model_len=32_000)
     assert (wide.max_num_seqs >= ROOM["max_num_seqs"], wide.draft_quantization) == (True, "fp8")
 
 
@@ -354,3 +356,17 @@ def test_without_snapshots_nothing_is_set_aside_for_them(changes):
     layout = plan_layout(*pair, config)
     assert layout.groups[layout.snapshots].num_units == 0
     assert layout.num_tokens > 950_000
+
+
+@pytest.mark.parametrize(("free", "fits"), [(1279, False), (1280, True)])
+def test_products_are_timed_only_where_their_operands_fit_a_second_time(free, fits):
+    """XLA copies operands to time products with them; a program of a full device could not be compiled."""
+
+    def leaf(size):
+        data = SimpleNamespace(nbytes=size)
+        device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 5000, "bytes_in_use": 5000 - free})
+        return SimpleNamespace(devices=lambda: [device], addressable_shards=[SimpleNamespace(data=data)])
+
+    assert has_room([leaf(10), leaf(1024)]) == fits
+    options = compiler_options("gpu", has_room=fits)
+    assert options.get("xla_gpu_autotune_level") == (None if fits else 0)

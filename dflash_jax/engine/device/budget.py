@@ -186,3 +186,15 @@ def log_peak(devices: int) -> None:
     peak, limit = max((s.get("peak_bytes_in_use", 0), s.get("bytes_limit", 0)) for s in stats)
     if peak:
         logger.info("Memory of a device at its peak: %d of %d bytes that JAX's allocator has", peak, limit)
+
+
+def has_room(parameters: Sequence[jax.Array]) -> bool:
+    """Whether a device that holds these has memory left for another copy of the largest, and a quarter of it.
+
+    XLA times matrix products over such copies while it compiles, and a program fails to compile where they do not fit.
+    Devices that do not tell their memory (CPUs) have room.
+    """
+    device = next(iter(parameters[0].devices()))
+    stats = device.memory_stats() or {}
+    free = stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
+    return bool(free >= max(leaf.addressable_shards[0].data.nbytes for leaf in parameters) * 5 / 4)

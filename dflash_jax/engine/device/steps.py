@@ -59,12 +59,21 @@ CPU_COMPILER_OPTIONS: dict[str, Any] = {
     "xla_disable_hlo_passes": ",".join(f"float-normalization-{name}" for name in ("bf16", "f8e4m3fn", "f8e5m2")),
     "xla_cpu_parallel_codegen_split_count": 1,
 }
+# XLA times matrix products while it compiles, over operands of its own: 2.4 GiB for the head of Qwen3.6-27B.
+UNTIMED_OPTIONS: dict[str, Any] = {"xla_gpu_autotune_level": 0}
 SCORED_ROWS = 64  # tokens of a prompt whose logits are computed at a time: those of a whole chunk would not fit
 
 
-def compiler_options(platform: str) -> dict[str, Any]:
-    """XLA's options for programs that run on devices of this platform, as `jax.Device.platform` names it."""
-    return COMPILER_OPTIONS | (CPU_COMPILER_OPTIONS if platform == "cpu" else {})
+def compiler_options(platform: str, *, has_room: bool = True) -> dict[str, Any]:
+    """XLA's options for programs that run on devices of this platform.
+
+    Args:
+        platform: as `jax.Device.platform` names it.
+        has_room: whether the device has memory left for another copy of the largest parameter; without it, XLA takes
+            the matrix products that its heuristics choose.
+    """
+    options = COMPILER_OPTIONS | (CPU_COMPILER_OPTIONS if platform == "cpu" else {})
+    return options if has_room else options | UNTIMED_OPTIONS
 
 
 Chosen = tuple[Int[Array, "B T"], Float[Array, "B T"], Logprobs | None]  # tokens, scores, log-probabilities

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from dflash_jax.engine.device import steps
 from dflash_jax.engine.device.acceptance import Confirm, accepted
-from dflash_jax.engine.device.budget import log_peak
+from dflash_jax.engine.device.budget import has_room, log_peak
 from dflash_jax.engine.device.controls import empty_controls
 from dflash_jax.engine.device.model import Model
 from dflash_jax.engine.device.pools import make_caches
@@ -65,6 +65,7 @@ class ModelRunner:
         self.confirm = accepted
         self._hand_over()
         self._make_state()
+        self._has_room = has_room(self._flat_params.leaves)  # once the caches are made
 
     def _hand_over(self) -> None:
         """Bring the parameters into the forms that steps take."""
@@ -110,7 +111,7 @@ class ModelRunner:
                 step.donated,
                 (*step.state(state, shape.mode), *step.inputs(stand_ins(shape, state, self.spec))),
                 step.static(spec=self.spec, length=shape.tokens, mode=shape.mode, confirm=self._confirm),
-                steps.compiler_options(self.spec.mesh.platform),
+                steps.compiler_options(self.spec.mesh.platform, has_room=self._has_room),
             )
             self._programs[shape] = self._store.find(program)
         return self._programs[shape]
