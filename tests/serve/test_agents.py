@@ -1,6 +1,7 @@
 """What coding agents meet on a server that was started with no flags but the model."""
 
 import asyncio
+import json
 import logging
 
 import httpx
@@ -105,3 +106,44 @@ def test_prompts_that_are_too_long_have_openais_code(live):
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
     assert "maximum context length is" in error["message"]
+
+
+UNSERVED = {"type": "object", "properties": {"a": {"type": "strin"}}}
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOL = {"name": "f", "parameters": UNSERVED}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "field"),
+    [
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": UNSERVED}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            "/v1/chat/completions",
+            {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"},
+            "tools",
+        ),
+        ("/v1/completions", {"structured_outputs": {"regex": "a("}}, "structured_outputs.regex"),
+        ("/v1/completions", {"regex": "a("}, "regex"),
+        (
+            "/v1/responses",
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": UNSERVED}}},
+            "text.format.schema",
+        ),
+        (
+            "/v1/messages",
+            {"output_config": {"format": {"type": "json_schema", "schema": UNSERVED}}},
+            "output_config.format.schema",
+        ),
+        ("/generate", {"sampling_params": {"json_schema": json.dumps(UNSERVED)}}, "sampling_params.json_schema"),
+    ],
+)
+def test_a_refused_schema_is_named_as_the_client_named_it(live, path, fields, field):
+    texts = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "hi"}, "/generate": {"text": "a"}}
+    status, answer = live.post(path, texts.get(path, {"messages": MESSAGES, "max_tokens": 1}) | fields)
+    assert status == 400
+    assert answer["error"]["message"].startswith(f"{field} cannot be served (")
+    assert answer["error"].get("param", field) == field

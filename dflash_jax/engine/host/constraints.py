@@ -25,6 +25,7 @@ from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmas
 
 from dflash_jax.base.errors import RequestError
 from dflash_jax.base.values import SamplingParams, StructuredOutputsParams
+from dflash_jax.engine.host.json_schema import json_grammar
 from dflash_jax.text.tokenizer import Tokenizer
 
 MOST_COMPILED = 64  # compiled grammars that are kept for later requests
@@ -236,7 +237,8 @@ class Constraints:
         ends = sorted(self._eos_token_ids, key=lambda token: token not in special)
         if not ends or ends[0] not in special:
             raise RequestError(
-                f"structured_outputs need a special end-of-sequence token and this model ends at {ends}; leave it out."
+                f"structured_outputs cannot be served (the model has no special end-of-sequence token among {ends}); "
+                "leave it out."
             )
         return Vocabulary(self._vocab_size, max(self._vocab_size, len(self._tokenizer.hf)), ends[0], tuple(ends[1:]))
 
@@ -271,7 +273,7 @@ class Constraints:
         except Exception as error:  # llguidance's reader of GBNF may raise anything
             reason = str(error) or type(error).__name__
         if reason:
-            raise RequestError(f"structured_outputs.{kind} cannot be served ({_shorten(reason)}); correct the {kind}.")
+            raise RequestError(f"structured_outputs.{kind} cannot be served ({_shorten(reason)}); correct it.")
         return matcher
 
     def _bad_word_tokens(self, bad_words: Iterable[str]) -> list[tuple[int, ...]]:
@@ -325,7 +327,7 @@ def llguidance_grammar(structured: StructuredOutputsParams) -> str:
     grammar = getattr(structured, structured.kind)
     match structured.kind:
         case "json":
-            return LLMatcher.grammar_from_json_schema(grammar)
+            return json_grammar(grammar)
         case "json_object":
             return LLMatcher.grammar_from_json_schema({"type": "object"})
         case "regex":

@@ -32,6 +32,7 @@ class Job:
         params: sampling parameters of each prompt.
         cache_salt: only prompts of the same salt share pages of the prefix cache.
         streams: whether the client wants pieces as they come.
+        constraint: the client's name of the field whose grammar the text follows; None without one.
         key: differs from that of every other job.
         created: Unix time of arrival, seconds.
         started: `time.perf_counter` at arrival.
@@ -51,6 +52,7 @@ class Job:
     params: list[SamplingParams]
     cache_salt: str | None
     streams: bool
+    constraint: str | None = None
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.perf_counter)
@@ -92,6 +94,13 @@ class Job:
             Add(request_id, token_ids, CheckedParams.of(params), self.cache_salt, self.streams)
             for request_id, token_ids, params in zip(self.engine_ids, self.prompts, self.params, strict=True)
         ]
+
+    def explained(self, error: RequestError) -> RequestError | APIError:
+        """The engine's refusal, with the client's name of a constraint in place of the engine's."""
+        name, _, rest = str(error).partition(" ")
+        if self.constraint is None or name.partition(".")[0] != "structured_outputs":
+            return error
+        return APIError(f"{self.constraint} {rest}", param=self.constraint)
 
     def take(self, delta: RequestDelta) -> None:
         """Count a delta.
@@ -138,7 +147,10 @@ async def follow(
         try:
             async for delta in _deltas(state, job, stream, patience):
                 yield None if delta is None else (number[delta.request_id], delta)
-        except (RequestError, QueueFullError):
+        except RequestError as error:
+            unfinished = ""
+            raise job.explained(error) from error
+        except QueueFullError:
             unfinished = ""
             raise
         except EngineDeadError:

@@ -78,6 +78,7 @@ def new_job(
         params=[params] * len(fitted),
         cache_salt=body.cache_salt,
         streams=body.stream,
+        constraint=next((demand.place for demand in body.demands()), None),
     )
 
 

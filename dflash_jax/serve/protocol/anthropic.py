@@ -10,6 +10,7 @@ from dflash_jax.serve.protocol.anthropic_blocks import CONTENT_SCHEMA, chat_mess
 from dflash_jax.serve.protocol.base import Integer, RequestBody, Strings, Text, parse
 from dflash_jax.serve.protocol.chat import ChatCompletionRequest
 from dflash_jax.serve.protocol.errors import APIError, shown
+from dflash_jax.serve.protocol.structured import Demand
 
 # Fields of this server's chats that a Messages request may have too, since Anthropic's API has none of that meaning.
 EXTENSIONS = (
@@ -120,6 +121,11 @@ class MessagesChat(ChatCompletionRequest):
     def sampling_fields(self) -> dict[str, Any]:
         """Fields of `SamplingParams`."""
         return super().sampling_fields() | {"stop": self.stop_sequences}
+
+    def demands(self) -> list[Demand]:
+        """As of a chat, with the format under its name here."""
+        names = {"response_format": "output_config.format"}
+        return [Demand(names.get(demand.name, demand.name), demand.params) for demand in super().demands()]
 
 
 class CountTokensRequest(RequestBody):

@@ -14,11 +14,27 @@ HARMLESS = ("disable_fallback",)  # keys of vLLM's structured_outputs that chang
 _TOP_LEVEL = {"regex": "regex", "ebnf": "grammar", "json_schema": "json"}
 
 
+# Where the schema of a field is, which errors about it name; other fields hold theirs directly.
+_PLACES = {
+    "response_format": "response_format.json_schema.schema",
+    "text.format": "text.format.schema",
+    "output_config.format": "output_config.format.schema",
+    "tool_choice": "tools",
+}
+
+
 class Demand(NamedTuple):
     """The name of a field of a body that constrains the text, and the arguments of `StructuredOutputsParams` for it."""
 
     name: str
     params: dict[str, Any]
+
+    @property
+    def place(self) -> str:
+        """The dotted path of its schema or grammar in the body."""
+        if self.name == "structured_outputs":
+            return ".".join([self.name, *self.params])
+        return _PLACES.get(self.name, self.name)
 
 
 def check_response_format(response_format: dict[str, Any]) -> dict[str, Any]:

@@ -112,7 +112,9 @@ async def _job(state: ServerState, body: GenerateRequest) -> tuple[Job, list[str
         for ids, params in zip(token_ids, params_of_prompts, strict=True)
     ]
     rids = body.rid or [uuid.uuid4().hex for _ in fitted]
-    return Job(rids[0], rids, fitted, params_of_prompts, cache_salt=None, streams=body.stream), rids
+    demands = [demand for sampling in body.sampling_params for demand in sampling.demands()]
+    constraint = f"sampling_params.{demands[0].place}" if demands else None
+    return Job(rids[0], rids, fitted, params_of_prompts, None, body.stream, constraint), rids
 
 
 async def _answer(state: ServerState, body: GenerateRequest, job: Job, rids: list[str]) -> Response:
