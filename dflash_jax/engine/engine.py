@@ -117,8 +117,8 @@ class Engine:
         limit, waiting = self.config.max_num_queued_seqs, len(self.scheduler.waiting)
         if limit is not None and waiting + len(sequences) > limit:
             raise QueueFullError(
-                f"{waiting} sequences wait, and with {len(sequences)} more there would be more than "
-                f"max_num_queued_seqs={limit}; try again later or raise it."
+                f"the queue is full: {waiting} sequences wait, {len(sequences)} more have come, and at most "
+                f"max_num_queued_seqs={limit} may wait (a server's --max-num-queued-reqs); try again later."
             )
         self.scheduler.waiting.extend(sequences)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 
@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.routing import Route
 
 from dflash_jax.base.errors import DFlashError
 from dflash_jax.serve.answers.metrics import log_stats
@@ -24,8 +25,8 @@ from dflash_jax.serve.api.openai.responses import responses_router
 from dflash_jax.serve.api.openai.tokens import tokens_router
 from dflash_jax.serve.api.operations import operations_router
 from dflash_jax.serve.api.sglang.generate import generate_router
-from dflash_jax.serve.http.errors import error_response
-from dflash_jax.serve.http.middleware import BoundedBody, Guard, HeadAsGet
+from dflash_jax.serve.http.errors import error_response, not_served
+from dflash_jax.serve.http.middleware import BoundedBody, Guard, HeadAsGet, WithoutSlash
 from dflash_jax.serve.http.page import page_router
 from dflash_jax.serve.protocol import APIError, of_exception, validation_error
 
@@ -62,8 +63,9 @@ def create_app(state: ServerState, on_change: Callable[[], None] = lambda: None)
         docs_url=None,  # FastAPI's pages would load scripts from other servers
         redoc_url=None,
         root_path=args.root_path,
+        redirect_slashes=False,
     )
-    for router in (
+    routers = (
         chat_router(state),
         messages_router(state),
         completions_router(state),
@@ -72,11 +74,13 @@ def create_app(state: ServerState, on_change: Callable[[], None] = lambda: None)
         tokens_router(state),
         operations_router(state),
         page_router(),
-    ):
+    )
+    for router in routers:
         app.include_router(router)
-    _add_error_handlers(app)
+    _add_error_handlers(app, [route.path for router in routers for route in router.routes if isinstance(route, Route)])
     app.add_middleware(BoundedBody, limits=args.limits)
     app.add_middleware(HeadAsGet)
+    app.add_middleware(WithoutSlash, root_path=args.root_path)
     if args.api_keys:
         app.add_middleware(Guard, keys=args.api_keys, root_path=args.root_path)
     if args.allowed_origins:
@@ -90,7 +94,7 @@ def create_app(state: ServerState, on_change: Callable[[], None] = lambda: None)
     return app
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI, paths: Sequence[str]) -> None:
     async def explain(request: Request, error: Exception) -> Response:
         return _response(request, of_exception(error))
 
@@ -100,7 +104,12 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, StarletteHTTPException)
-        answer = _response(request, APIError(str(error.detail), error.status_code))
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = not_served(request.url.path, paths)
+        elif isinstance(error.__cause__, UnicodeDecodeError):
+            message = f"the body is not text in UTF-8 ({error.__cause__.reason}); send JSON in UTF-8, not compressed."
+        answer = _response(request, APIError(message, error.status_code))
         answer.headers.update(error.headers or {})
         return answer
 

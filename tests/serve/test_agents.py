@@ -73,7 +73,7 @@ def test_a_refusal_leaves_a_line_in_the_log(caplog):
     )
     assert [answer.status_code for answer in (missing, wrong, busy)] == [404, 400, 404]
     lines = [record.getMessage() for record in caplog.records if record.name == "dflash_jax.serve.app"]
-    assert lines[0] == "GET /v1/nothing: 404, Not Found"
+    assert lines[0].startswith("GET /v1/nothing: 404, '/v1/nothing' is not served")
     assert lines[1].startswith("POST /v1/chat/completions: 400, top_p=2.0 is not allowed")
     assert lines[2].startswith("POST /v1/chat/completions: 404, The model `other` does not exist")
 

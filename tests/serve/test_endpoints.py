@@ -11,6 +11,11 @@ import schemathesis
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 from tests.serve.live import NAME, serving
 
@@ -341,6 +346,9 @@ PLAIN = {
 }
 
 
+CONFORMANCE = [status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
 def check_operation(operation, mode):
     """Most bodies would be refused for one of their fields; those with a `keep` have but one that is at random."""
 
@@ -366,6 +374,7 @@ def check_operation(operation, mode):
                     case.body[name] = 2
         answer = case.call(timeout=60)
         assert answer.status_code < 500, (operation.label, case.body, answer.text)
+        case.validate_response(answer, checks=CONFORMANCE)
         if answer.status_code >= 400:
             assert json.loads(answer.text)["error"]["message"]
 

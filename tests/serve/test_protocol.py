@@ -65,6 +65,10 @@ SHARED = {  # a value of a field of chats and completions, and what it becomes i
     "structured_outputs": ({"regex": "a+", "json": None, "json_object": False}, {"regex": "a+"}),
     "regex": ("a+", {"regex": "a+"}),
     "ebnf": ('root ::= "a"', {"grammar": 'root ::= "a"'}),
+    "grammar": ('root ::= "a"', {"grammar": 'root ::= "a"'}),
+    "json_schema": ({"type": "object"}, {"json": '{"type": "object"}'}),
+    "repeat_penalty": (1.5, {"repetition_penalty": 1.5}),
+    "return_meta_info": (True, {}),
     # these are for others than SamplingParams
     "model": ("m", {}),
     "best_of": (1, {}),
@@ -86,7 +90,7 @@ BODIES = {"chat": chat, "completion": completion}
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_fields(make, name):
     value, becomes = SHARED[name]
-    if "json_object" in becomes or "regex" in becomes or "grammar" in becomes:
+    if becomes.keys() & {"json_object", "regex", "grammar", "json"}:
         structured = params(make(**{name: value})).structured_outputs
         assert {kind: getattr(structured, kind) for kind in becomes} == becomes
         return
@@ -100,28 +104,29 @@ def test_every_shared_field_has_a_case():
 
 
 WRONG = {
-    "temperature": ["0.5", True, [], -1, float("nan"), float("inf"), 10**400],
+    "temperature": ["0.5.", "1e3", "nan", True, [], -1, float("nan"), float("inf"), 10**400],
     "top_p": ["x", 0, 1.1, False],
-    "top_k": [1.5, "5", True, -2, 2**70],
-    "min_p": [-0.1, 2, "0"],
-    "repetition_penalty": [0, "1"],
-    "frequency_penalty": [2.1, "1", True],
+    "top_k": [1.5, "5.0", True, -2, 2**70],
+    "min_p": [-0.1, 2, "-0.1"],
+    "repetition_penalty": [0, "0", "one"],
+    "repeat_penalty": [0, "one", True],
+    "frequency_penalty": [2.1, "2.1", True],
     "presence_penalty": [-2.1, {}],
-    "n": [0, -1, True, 1.0, "2", 5],
-    "best_of": [2, "1"],
-    "seed": [2**63, 1.5, "1", True],
+    "n": [0, -1, True, 1.5, "5", 5],
+    "best_of": [2, "2"],
+    "seed": [2**63, 1.5, "1.0", "9" * 19, True],
     "stop": [[""], 5, [5], ["a", "b", "c"], {}],
     "stop_token_ids": [5, [-1], [True], ["5"], [2**40]],
     "bad_words": [[""], [5]],
     "logit_bias": [[], {"5": "x"}, {"5": 101}, {"5": float("nan")}, {"x": 1}, {"5": True}, {"-1": 0.0}],
     "allowed_token_ids": [[], [-1], "5"],
-    "min_tokens": [-1, "1", 10**6],
-    "max_tokens": [0, -1, "5", True, 1.5],
+    "min_tokens": [-1, "-1", 10**6],
+    "max_tokens": [0, -1, "0", True, 1.5],
     "ignore_eos": [1, "true"],
     "skip_special_tokens": [0],
     "include_stop_str_in_output": ["yes"],
     "no_stop_trim": [1],
-    "prompt_logprobs": [-1, 6, True, "1"],
+    "prompt_logprobs": [-1, 6, True, "6"],
     "response_format": ["text", {}, {"type": "xml"}, {"type": "json_schema", "json_schema": {}}, {"type": []}],
     "structured_outputs": [
         {}, {"json": {}, "regex": "a"}, {"structural_tag": "x"}, {"whitespace_pattern": " "}, {"choice": "abc"},
@@ -129,14 +134,16 @@ WRONG = {
     ],
     "regex": ["", 5],
     "ebnf": ["", []],
+    "grammar": [5, []],
+    "json_schema": [5, ["a"], "{"],
     "stream": ["true", 1],
     "stream_options": [{"include_usage": True}, {}, 5],  # without stream
     "return_token_ids": [1],
     "return_token_sources": [True, "x"],  # without stream
     "speculation": ["no", 0],
-    "truncate_prompt_tokens": [0, -2, "1"],
+    "truncate_prompt_tokens": [0, -2, "0"],
     "cache_salt": ["", 5, "\ud800"],
-    "priority": [1, -1, "0"],
+    "priority": [1, -1, "1"],
     "request_id": ["", 5, "x" * 257],
     "rid": [["a"], ""],
     "model": [5, "\ud800"],
@@ -176,7 +183,7 @@ def test_wrong_values_are_400s_that_name_the_field(make, name):
         (chat, {"logprobs": True, "top_logprobs": -1}, "top_logprobs", "from 0 to 20"),
         (chat, {"logprobs": 1}, "logprobs", "boolean"),
         (chat, {"logprobs": "yes"}, "logprobs", "boolean"),
-        (completion, {"logprobs": "5"}, "logprobs", "integer"),
+        (completion, {"logprobs": "five"}, "logprobs", "integer"),
         (completion, {"logprobs": True}, "logprobs", "integer"),
         (completion, {"logprobs": 6}, "logprobs", "limit of 5"),
         (chat, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream=false"),

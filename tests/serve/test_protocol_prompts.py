@@ -137,7 +137,7 @@ def test_generate_prompts(body, prompts, is_batch):
         ({"text": "a", "rid": ["\ud800"]}, "rid.0"),
         ({"text": "a", "rid": ""}, "rid.0"),
         ({"text": ["a", "b"], "rid": "x"}, "rid"),
-        ({"text": "a", "sampling_params": {"max_new_tokens": "5"}}, "sampling_params.0.max_new_tokens"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": "five"}}, "sampling_params.0.max_new_tokens"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
         ({"text": "a", "sampling_params": {"min_new_tokens": -1}}, "min_new_tokens"),
         ({"text": "a", "sampling_params": {"sampling_seed": -(2**63)}}, "sampling_seed"),

@@ -32,6 +32,7 @@ class Job:
         params: sampling parameters of each prompt.
         cache_salt: only prompts of the same salt share pages of the prefix cache.
         streams: whether the client wants pieces as they come.
+        is_echo_only: whether the one token that the engine makes is not for the client.
         constraint: the client's name of the field whose grammar the text follows; None without one.
         key: differs from that of every other job.
         created: Unix time of arrival, seconds.
@@ -53,6 +54,7 @@ class Job:
     cache_salt: str | None
     streams: bool
     constraint: str | None = None
+    is_echo_only: bool = False
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.perf_counter)

@@ -61,12 +61,12 @@ class ServerState:
         return self.args.served_model_name[0]
 
     def check_model(self, name: str | None) -> None:
-        """Check the model that a request names; None stands for the served one.
+        """Check the model that a request names; None and "" stand for the served one.
 
         Raises:
             APIError: 404; it is not a name of the served model.
         """
-        if name is not None and name not in self.args.served_model_name:
+        if name and name not in self.args.served_model_name:
             served = ", ".join(map(repr, self.args.served_model_name))
             raise APIError(f"The model `{name[:200]}` does not exist; this server has {served}.", 404, param="model")
 

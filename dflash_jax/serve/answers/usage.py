@@ -10,17 +10,29 @@ from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.engine_link.link_messages import CompletionDelta
 
 
-def costs(state: ServerState, job: Job, *, with_reasoning: bool = False) -> dict[str, Any]:
-    """The fields `usage` and `metrics` of a complete answer."""
+def costs(
+    state: ServerState, job: Job, *, with_reasoning: bool = False, with_meta_info: bool = False
+) -> dict[str, Any]:
+    """The fields `usage` and `metrics` of a complete answer, and SGLang's `meta_info` if it is wanted."""
     args = state.args
     usage = usage_of(job, with_cached=args.enable_prompt_tokens_details, with_reasoning=with_reasoning)
     metrics = metrics_of(job, args.per_request_spec_decode_metrics, state.ready.num_speculative_tokens)
-    return {"usage": usage} | ({} if metrics is None else {"metrics": metrics})
+    costs: dict[str, Any] = {"usage": usage} | ({} if metrics is None else {"metrics": metrics})
+    if with_meta_info and job.num_completions == 1:
+        costs["meta_info"] = {
+            "id": job.id,
+            "finish_reason": {"type": job.finish_reasons[0]} if job.finish_reasons else None,
+            "prompt_tokens": job.num_prompt_tokens,
+            "completion_tokens": job.num_tokens,
+            "cached_tokens": job.num_cached_tokens,
+            "e2e_latency": time.perf_counter() - job.started,
+        } | sglang_speculation_of(job.rounds, state.ready.num_speculative_tokens)
+    return costs
 
 
 def usage_of(job: Job, *, with_cached: bool, with_reasoning: bool = False) -> dict[str, Any]:
     """OpenAI's `usage` of what has come so far."""
-    prompt, completion = job.num_prompt_tokens, job.num_tokens
+    prompt, completion = job.num_prompt_tokens, 0 if job.is_echo_only else job.num_tokens
     usage: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -76,6 +88,27 @@ def speculation_of(rounds: list[Round], num_speculative_tokens: int, with_steps:
         summary["per_step_accepted"] = [a for _, a in steps]
         summary["per_step_drafted"] = [d for d, _ in steps]
     return summary
+
+
+def sglang_speculation_of(rounds: list[Round], num_speculative_tokens: int) -> dict[str, Any]:
+    """SGLang's numbers; none without a drafter.
+
+    Clients divide tokens by `spec_verify_ct`, so it counts rounds without drafts too.
+    """
+    if not num_speculative_tokens:
+        return {}
+    spec = speculation_of(rounds, num_speculative_tokens, with_steps=False)
+    num_rounds = sum(1 for _, emitted in rounds if emitted)
+    num_undrafted = num_rounds - spec["num_spec_steps"]
+    accepted, (none_accepted, *histogram) = spec["num_accepted_draft_tokens"], spec["acceptance_histogram"]
+    return {
+        "spec_verify_ct": num_rounds,
+        "spec_accept_length": 1 + accepted / num_rounds if num_rounds else None,
+        "spec_accept_rate": spec["draft_acceptance_rate"],
+        "spec_accepted_drafts": accepted,
+        "spec_proposed_drafts": spec["num_draft_tokens"],
+        "spec_accept_histogram": [none_accepted + num_undrafted, *histogram],
+    }
 
 
 def drafted_flags(completion: CompletionDelta) -> list[bool]:

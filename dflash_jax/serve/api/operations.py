@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from dflash_jax.serve.answers.server_state import ServerState
+from dflash_jax.serve.http.documented import errors, plain
 from dflash_jax.serve.http.same_origin import same_origin_guard
 from dflash_jax.serve.http.streaming import json_response
 from dflash_jax.serve.protocol import APIError
@@ -27,7 +28,7 @@ class AbortRequest(BaseModel):
 
 def operations_router(state: ServerState) -> APIRouter:
     """The endpoints of operators."""
-    router = APIRouter()
+    router = APIRouter(responses=errors(statuses=()))
     _add_reports(router, state)
     _add_actions(router, state)
     return router
@@ -40,20 +41,24 @@ def _add_reports(router: APIRouter, state: ServerState) -> None:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(state, name) for name in state.args.served_model_name]}
 
-    @router.get("/v1/models/{name:path}", summary="The served model under one of its names")
+    @router.get(
+        "/v1/models/{name:path}", responses=errors(statuses=(404,)), summary="The served model under one of its names"
+    )
     async def model(name: str) -> dict[str, Any]:
         state.check_model(name)
         return _model(state, name)
 
-    @router.get("/health", response_model=None, summary="200 while the engine serves, else 503")
+    down: dict[int | str, dict[str, Any]] = {503: {"description": "The engine starts, or has died"}}
+
+    @router.get("/health", response_class=Response, responses=down, summary="200 while the engine serves, else 503")
     async def health() -> Response:
         return Response(status_code=200) if state.ready else Response(status_code=503)
 
-    @router.get("/ping", response_model=None, summary="The same, for SageMaker")
+    @router.get("/ping", response_class=Response, responses=down, summary="The same, for SageMaker")
     async def ping() -> Response:
         return await health()
 
-    @router.get("/metrics", response_model=None, summary="Prometheus metrics")
+    @router.get("/metrics", response_class=Response, responses=plain("Metrics"), summary="Prometheus metrics")
     async def metrics() -> Response:
         return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
@@ -86,6 +91,7 @@ def _add_actions(router: APIRouter, state: ServerState) -> None:
     @router.post(
         "/abort_request",
         response_model=None,
+        responses=errors(),
         dependencies=guarded,
         summary="End a request; it answers with what it has",
     )
@@ -99,7 +105,13 @@ def _add_actions(router: APIRouter, state: ServerState) -> None:
                     state.client.abort(engine_id)
         return json_response({})
 
-    @router.post("/flush_cache", response_model=None, dependencies=guarded, summary="Empty the prefix cache")
+    @router.post(
+        "/flush_cache",
+        response_class=Response,
+        responses=plain("Done"),
+        dependencies=guarded,
+        summary="Empty the prefix cache",
+    )
     async def flush_cache() -> Response:
         await state.client.call("flush_cache")
         return Response("Cache flushed.\n", media_type="text/plain")
@@ -109,7 +121,8 @@ def _add_actions(router: APIRouter, state: ServerState) -> None:
         "/flush_cache",
         flush_cache,
         methods=["GET"],
-        response_model=None,
+        response_class=Response,
+        responses=plain("Done"),
         dependencies=guarded,
         summary="The same, as SGLang's clients ask",
     )

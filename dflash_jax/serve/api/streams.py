@@ -69,7 +69,8 @@ def openai_stream(
 
     def last() -> Iterator[dict[str, Any]]:
         if body.include_usage or state.args.enable_force_include_usage:
-            yield head | {"choices": []} | costs(state, job, with_reasoning=with_reasoning)
+            wants = {"with_reasoning": with_reasoning, "with_meta_info": body.return_meta_info}
+            yield head | {"choices": []} | costs(state, job, **wants)
 
     return stream(state, job, chunks, last)
 

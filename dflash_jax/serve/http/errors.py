@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
 
 from fastapi.responses import Response
 from starlette.datastructures import Headers
@@ -10,6 +11,7 @@ from starlette.types import Scope
 
 from dflash_jax.serve.http.streaming import json_response
 from dflash_jax.serve.protocol import APIError, anthropic_error_body, error_body
+from dflash_jax.serve.protocol.errors import shown
 
 
 def error_response(scope: Scope, error: APIError, headers: dict[str, str] | None = None) -> Response:
@@ -19,6 +21,22 @@ def error_response(scope: Scope, error: APIError, headers: dict[str, str] | None
     request_id = request_id_of(scope)
     answer_headers = {"request-id": request_id} | (headers or {})
     return json_response(anthropic_error_body(error, request_id), error.status, answer_headers)
+
+
+def not_served(path: str, served: Iterable[str]) -> str:
+    """The sentence about a path that is not served: most are base URLs with a part too many or too few.
+
+    Args:
+        path: of the request.
+        served: paths that are.
+    """
+    for known in sorted(served, key=len, reverse=True):
+        if known.startswith("/v1/") and path.endswith(known.removeprefix("/v1")):
+            base = "http://HOST:PORT" if known.startswith("/v1/messages") else "http://HOST:PORT/v1"
+            return f"{shown(path)} is not served: use {known}, so a client's base URL must be {base} and nothing more."
+    if path.rstrip("/").endswith("/v1"):
+        return f"{shown(path)} is a base URL and no endpoint: use a path below it, such as /v1/chat/completions."
+    return f"{shown(path)} is not served: use /v1/chat/completions, or another path that the documentation lists."
 
 
 def request_id_of(scope: Scope) -> str:

@@ -17,6 +17,21 @@ def bounded_protocol(limits: Limits) -> type[BoundedProtocol]:
     return type("LimitedProtocol", (BoundedProtocol,), {"limits": limits})
 
 
+class _AnyLength(int):
+    """The length of a body that ends where the connection does, for uvicorn, which counts down what is left of it."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: object) -> _AnyLength:
+        return self
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """A connection that is closed if the headers are too large, or if a request arrives too slowly.
 
@@ -56,6 +71,8 @@ class BoundedProtocol(HttpToolsProtocol):
         # The connection stays open until the body has come, even if the client has asked to close it: a client
         # that is still sending may lose an answer that is followed by a close.
         self._closes, self.cycle.keep_alive = not self.cycle.keep_alive, True
+        if self.scope["http_version"] == "1.0":  # which has no chunks, and nginx before 1.29.7 speaks it unless told
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _AnyLength()
 
     def on_body(self, body: bytes) -> None:
         self._num_bytes = 0

@@ -71,6 +71,26 @@ class HeadAsGet:
         await self._app({**scope, "method": "GET"}, receive, without_body)
 
 
+class WithoutSlash:
+    """Serves a path with a slash at its end as the path without it: a redirect would lose TLS behind some proxies.
+
+    Args:
+        app: what stands behind.
+        root_path: what a proxy strips from the paths of URLs; behind it "/" is a path of its own.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str = ""):
+        self._app, self._root_path = app, root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve."""
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            path = scope["path"].rstrip("/")
+            if path.removeprefix(self._root_path):
+                scope = {**scope, "path": path}
+        await self._app(scope, receive, send)
+
+
 class BoundedBody:
     """Refuses bodies that are too large or not JSON. The HTTP protocol bounds the time that a body may take."""
 
@@ -87,13 +107,20 @@ class BoundedBody:
         await self._app(scope, self._bounded(receive), send)
 
     def _refusal(self, headers: Headers) -> APIError | None:
+        encoding = headers.get("content-encoding", "identity").strip().lower()
+        if encoding != "identity":
+            return APIError(f"the body is compressed (content-encoding: {encoding[:100]}); send it as it is.", 415)
         size, limit = headers.get("content-length", "0"), self._limits.max_request_body_bytes
         if size.isdecimal() and int(size) > limit:
             return APIError(f"the body has {size} bytes, and at most {limit} are allowed; send less.", 413)
         has_body = size != "0" or "transfer-encoding" in headers
         kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if has_body and kind != "application/json" and not kind.endswith("+json"):
-            return APIError(f"Unsupported Media Type: Only 'application/json' is allowed, not {kind[:100]!r}.", 415)
+            return APIError(
+                f"Unsupported Media Type: Only 'application/json' is allowed, not {kind[:100]!r}; send the header "
+                "'Content-Type: application/json'.",
+                415,
+            )
         return None
 
     def _bounded(self, receive: Receive) -> Receive:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from dflash_jax.serve.protocol.anthropic_blocks import CONTENT_SCHEMA, chat_messages, system_text
-from dflash_jax.serve.protocol.base import Integer, RequestBody, Strings, Text, parse
+from dflash_jax.serve.protocol.base import Float, Integer, RequestBody, Strings, Text, parse
 from dflash_jax.serve.protocol.chat import ChatCompletionRequest
 from dflash_jax.serve.protocol.errors import APIError, shown
 from dflash_jax.serve.protocol.structured import Demand
@@ -115,7 +115,7 @@ class Thinking(BaseModel):
 class MessagesChat(ChatCompletionRequest):
     """The chat that a Messages request asks for; stop strings keep the name by which errors call them."""
 
-    renamed: ClassVar = {"stop": "stop_sequences"}
+    renamed: ClassVar = {**ChatCompletionRequest.renamed, "stop": "stop_sequences"}
     stop_sequences: Strings = []
 
     def sampling_fields(self) -> dict[str, Any]:
@@ -179,8 +179,8 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: Integer = Field(description="Lowered to what fits behind the prompt.")
     stop_sequences: Strings = []
-    temperature: float | None = Field(None, description="Default: the model's generation_config.json.")
-    top_p: float | None = None
+    temperature: Float | None = Field(None, description="Default: the model's generation_config.json.")
+    top_p: Float | None = None
     top_k: Integer | None = None
     stream: bool = False
     output_config: dict[str, Any] = Field({}, description="format: a JSON schema of the text. Others are ignored.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -28,6 +29,7 @@ IGNORED = frozenset(
         "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
         "prediction", "verbosity", "length_penalty", "early_stopping", "spaces_between_special_tokens",
         "stream_reasoning", "return_hidden_states", "bootstrap_host", "bootstrap_port", "bootstrap_room", "log_metrics",
+        "cache_prompt", "id_slot", "timings_per_token",
     }
 )  # fmt: skip
 _STRUCTURED = "use structured_outputs={{'{}': ...}}, which has replaced it"
@@ -58,7 +60,16 @@ UNSUPPORTED = {
     "lora_path": "leave it out, no adapters are served",
     "session_params": "leave it out, every request stands alone",
     "kv_transfer_params": "leave it out, keys and values stay on this server",
+    "typical_p": "use top_p or min_p",
+    "tfs_z": "use top_p or min_p",
+    "top_n_sigma": "use top_p or min_p",
+    "mirostat": "use temperature, top_p or min_p",
+    "dynatemp_range": "use temperature",
+    "xtc_probability": "use temperature, top_p or min_p",
+    "dry_multiplier": "use repetition_penalty or frequency_penalty",
 }  # fmt: skip
+# Values of these that ask for nothing, which some clients send with every request.
+NEUTRAL: dict[str, tuple[Any, ...]] = {"typical_p": (1,), "tfs_z": (1,), "top_n_sigma": (-1,)}
 
 
 def allow_null(schema: dict[str, Any]) -> None:
@@ -83,7 +94,7 @@ class RequestBody(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, json_schema_extra=allow_null)
     unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
 
     @model_validator(mode="before")
     @classmethod
@@ -162,7 +173,33 @@ def _prompt(value: Any, info: ValidationInfo) -> Any:
         raise validation_error([{**first, "loc": (name, *first["loc"])}]) from error
 
 
-Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+def _integer(value: Any) -> Any:
+    """An integer that the client wrote as `4.0` or `"4"`, which vLLM takes, too; others unchanged."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return int(value) if isinstance(value, str) and re.fullmatch(INTEGER_TEXT, value) else value
+
+
+def _float(value: Any) -> Any:
+    """A number that the client wrote as text; others unchanged."""
+    return float(value) if isinstance(value, str) and re.fullmatch(NUMBER_TEXT, value) else value
+
+
+INTEGER_TEXT = r"^-?[0-9]{1,18}$"
+NUMBER_TEXT = r"^-?[0-9]{1,18}(\.[0-9]{1,18})?$"
+_BOUNDS = Field(ge=-(2**63), lt=2**63)
+_Value = TypeVar("_Value")
+_Some = Annotated[_Value, Field(min_length=1)]
+Integer = Annotated[
+    int,
+    _BOUNDS,
+    BeforeValidator(
+        _integer, json_schema_input_type=Annotated[int, _BOUNDS] | Annotated[str, Field(pattern=INTEGER_TEXT)]
+    ),
+]
+Float = Annotated[
+    float, BeforeValidator(_float, json_schema_input_type=float | Annotated[str, Field(pattern=NUMBER_TEXT)])
+]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = TypeAliasType("TokenIds", Annotated[list[TokenId], FailFast()])
 Text = Annotated[str, AfterValidator(_unicode)]
@@ -179,7 +216,13 @@ RequestIds = TypeAliasType(
 LogitBias = Annotated[dict[str, float], PlainValidator(_bias, json_schema_input_type=dict[str, float])]
 Prompts = Annotated[
     str | list[str] | list[int] | list[list[int]],
-    PlainValidator(_prompt, json_schema_input_type=str | list[str] | list[TokenId] | list[list[TokenId]]),
+    PlainValidator(
+        _prompt,
+        json_schema_input_type=_Some[str]
+        | _Some[list[_Some[str]]]
+        | _Some[list[TokenId]]
+        | _Some[list[_Some[list[TokenId]]]],
+    ),
 ]
 
 _IDS = TypeAdapter(TokenIds)

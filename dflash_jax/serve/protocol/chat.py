@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
-from dflash_jax.serve.protocol.base import UNSUPPORTED, Integer, RequestBody
+from dflash_jax.serve.protocol.base import NEUTRAL, UNSUPPORTED, Integer, RequestBody
 from dflash_jax.serve.protocol.errors import APIError, shown
 from dflash_jax.serve.protocol.messages import MESSAGES_SCHEMA, template_messages
 from dflash_jax.serve.protocol.sampling import SamplingBody
@@ -104,8 +104,15 @@ class ChatCompletionRequest(SamplingBody, ConversationBody):
     """The body of a chat completion."""
 
     unsupported: ClassVar[Mapping[str, str]] = _CHAT_UNSUPPORTED
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"function_call": ("none", "auto"), "modalities": (["text"],)}
-    renamed: ClassVar[Mapping[str, str]] = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL | {
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+    }
+    renamed: ClassVar[Mapping[str, str]] = {
+        **SamplingBody.renamed,
+        "max_tokens": "max_completion_tokens",
+        "logprobs": "top_logprobs",
+    }
 
     messages: Messages
     max_completion_tokens: Integer | None = Field(None, description="Default: all that fit.")

@@ -7,7 +7,17 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
 
-from dflash_jax.serve.protocol.base import Integer, LogitBias, Prompts, RequestBody, RequestIds, Strings, Text, TokenIds
+from dflash_jax.serve.protocol.base import (
+    Float,
+    Integer,
+    LogitBias,
+    Prompts,
+    RequestBody,
+    RequestIds,
+    Strings,
+    Text,
+    TokenIds,
+)
 from dflash_jax.serve.protocol.errors import APIError
 from dflash_jax.serve.protocol.structured import Demand, demands_of
 
@@ -21,13 +31,13 @@ class GenerateSampling(RequestBody):
 
     max_new_tokens: Integer = 128
     min_new_tokens: Integer = 0
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Float | None = None
+    top_p: Float | None = None
     top_k: Integer | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    min_p: Float | None = None
+    repetition_penalty: Float | None = None
+    frequency_penalty: Float = 0.0
+    presence_penalty: Float = 0.0
     n: Integer = 1
     sampling_seed: Integer | None = None
     stop: Strings = []

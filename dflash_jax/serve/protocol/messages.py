@@ -20,7 +20,7 @@ MESSAGES_SCHEMA = {
         "required": ["role"],
         "properties": {
             "role": {"type": "string", "minLength": 1},
-            "content": {"type": ["string", "array", "null"], "items": {"type": "object"}},
+            "content": {"type": ["string", "array", "null"], "items": {"type": ["object", "string"]}},
             "name": {"type": ["string", "null"]},
             "reasoning": {"type": ["string", "null"]},
             "reasoning_content": {"type": ["string", "null"]},

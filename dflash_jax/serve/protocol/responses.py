@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
-from dflash_jax.serve.protocol.base import UNSUPPORTED, Integer, RequestBody, Text, parse
+from dflash_jax.serve.protocol.base import NEUTRAL, UNSUPPORTED, Float, Integer, RequestBody, Text, parse
 from dflash_jax.serve.protocol.chat import ChatCompletionRequest, ReasoningEffort
 from dflash_jax.serve.protocol.errors import APIError, shown
 from dflash_jax.serve.protocol.response_items import INPUT_SCHEMA, chat_messages, check_input
@@ -85,7 +85,7 @@ class ResponsesRequest(RequestBody):
     """The body of a response. Fields of a chat that Responses lacks, such as `seed` and `stop`, are those of a chat."""
 
     unsupported: ClassVar[Mapping[str, str]] = _RESPONSES_UNSUPPORTED
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"n": (1,), "best_of": (1,)}
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL | {"n": (1,), "best_of": (1,)}
 
     input: Input
     model: Text | None = None
@@ -96,8 +96,8 @@ class ResponsesRequest(RequestBody):
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     max_output_tokens: Integer | None = Field(None, description="Default: all that fit.")
-    temperature: float | None = Field(None, description="0 is greedy. Default: the model's generation_config.json.")
-    top_p: float | None = None
+    temperature: Float | None = Field(None, description="0 is greedy. Default: the model's generation_config.json.")
+    top_p: Float | None = None
     stream: bool = False
     include: list[str] = Field([], description="reasoning.encrypted_content lets clients send reasoning back.")
     metadata: dict[str, Any] = {}

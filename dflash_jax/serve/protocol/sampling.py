@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from dflash_jax.serve.protocol.base import Integer, LogitBias, RequestBody, RequestId, Strings, Text, TokenIds
+from dflash_jax.serve.protocol.base import Float, Integer, LogitBias, RequestBody, RequestId, Strings, Text, TokenIds
 from dflash_jax.serve.protocol.errors import APIError
 from dflash_jax.serve.protocol.structured import Demand, check_response_format, check_structured_outputs, demands_of
+
+_LENGTH_SCHEMA = {"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1, "maximum": 2**63 - 1}]}
 
 
 class StreamOptions(BaseModel):
@@ -29,13 +31,14 @@ class SamplingBody(RequestBody):
 
     model: Text | None = None
 
-    temperature: float | None = Field(None, description="0 is greedy. Default: the model's generation_config.json.")
-    top_p: float | None = None
+    temperature: Float | None = Field(None, description="0 is greedy. Default: the model's generation_config.json.")
+    top_p: Float | None = None
     top_k: Integer | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    min_p: Float | None = None
+    repetition_penalty: Float | None = None
+    repeat_penalty: Float | None = Field(None, description="llama.cpp's name of repetition_penalty.")
+    frequency_penalty: Float = 0.0
+    presence_penalty: Float = 0.0
     n: Integer = 1
     best_of: Integer | None = Field(None, description="At most n; nothing is drawn to be thrown away.")
     seed: Integer | None = None
@@ -57,6 +60,10 @@ class SamplingBody(RequestBody):
     )
     regex: str | None = None
     ebnf: str | None = None
+    grammar: str | None = Field(None, description="llama.cpp's name of structured_outputs.grammar.")
+    json_schema: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = Field(
+        None, description="llama.cpp's name of structured_outputs.json."
+    )
 
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -65,9 +72,10 @@ class SamplingBody(RequestBody):
     return_token_sources: bool = Field(
         False, description="Chunks of the stream list each token's text and whether the drafter had proposed it."
     )
+    return_meta_info: bool = Field(False, description="Answer with SGLang's meta_info, which has the acceptance.")
     speculation: bool = Field(True, description="False decodes this request without the drafter; the text is the same.")
 
-    truncate_prompt_tokens: Integer | None = Field(
+    truncate_prompt_tokens: Annotated[Integer, WithJsonSchema(_LENGTH_SCHEMA)] | None = Field(
         None, description="Keep the last so many tokens of the prompt; -1 keeps as many as fit."
     )
     cache_salt: Annotated[Text, Field(min_length=1)] | None = None
@@ -75,7 +83,7 @@ class SamplingBody(RequestBody):
     request_id: RequestId | None = None
     rid: RequestId | None = Field(None, description="SGLang's name of request_id.")
 
-    renamed: ClassVar[Mapping[str, str]] = {}
+    renamed: ClassVar[Mapping[str, str]] = {"repetition_penalty": "repeat_penalty"}
 
     @model_validator(mode="after")
     def _check_sampling(self) -> SamplingBody:
@@ -121,8 +129,14 @@ class SamplingBody(RequestBody):
             "ignore_eos", "skip_special_tokens", "prompt_logprobs", "speculation",
         )  # fmt: skip
         keeps_stop = self.include_stop_str_in_output or self.no_stop_trim
-        return {name: getattr(self, name) for name in names} | {"include_stop_str_in_output": keeps_stop}
+        fields = {name: getattr(self, name) for name in names} | {"include_stop_str_in_output": keeps_stop}
+        return fields if self.repeat_penalty is None else fields | {"repetition_penalty": self.repeat_penalty}
 
     def demands(self) -> list[Demand]:
         """Every field that constrains the text."""
-        return demands_of(self.response_format, self.structured_outputs, {"regex": self.regex, "ebnf": self.ebnf})
+        top_level = {"regex": self.regex, "ebnf": self.ebnf}  # empty ones of llama.cpp ask for nothing
+        top_level |= {
+            "grammar": self.grammar or None,
+            "json_schema": self.json_schema or None,
+        }
+        return demands_of(self.response_format, self.structured_outputs, top_level)

@@ -10,8 +10,8 @@ from dflash_jax.serve.protocol.errors import APIError, shown
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 HARMLESS = ("disable_fallback",)  # keys of vLLM's structured_outputs that change nothing: there is no fallback here
-# Names that vLLM and SGLang give the kinds outside structured_outputs.
-_TOP_LEVEL = {"regex": "regex", "ebnf": "grammar", "json_schema": "json"}
+# Names that vLLM, SGLang and llama.cpp give the kinds outside structured_outputs.
+_TOP_LEVEL = {"regex": "regex", "ebnf": "grammar", "grammar": "grammar", "json_schema": "json"}
 
 
 # Where the schema of a field is, which errors about it name; other fields hold theirs directly.

@@ -19,6 +19,7 @@ from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.api.anthropic.events import PING, Event, MessageStream, failure, whole_message
 from dflash_jax.serve.api.openai.chat import Chat, chat_text, new_chat
 from dflash_jax.serve.engine_link.link_messages import RequestDelta
+from dflash_jax.serve.http.documented import ANTHROPIC_ERROR, errors, streamed
 from dflash_jax.serve.http.errors import request_id_of
 from dflash_jax.serve.http.streaming import KEEP_ALIVE, Events, EventStream, json_response, named_event, unless_left
 from dflash_jax.serve.protocol import CountTokensRequest, MessagesRequest
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 def messages_router(state: ServerState) -> APIRouter:
     """The endpoints of Anthropic's Messages API."""
-    router = APIRouter()
+    router = APIRouter(responses=errors(ANTHROPIC_ERROR))
     logged: set[str] = set()  # types of tools that the log has named; agents send theirs with every request
 
     def log_skipped(body: CountTokensRequest) -> None:
@@ -38,7 +39,9 @@ def messages_router(state: ServerState) -> APIRouter:
             names = ", ".join(sorted(skipped))[:1000]
             logger.warning("The model will not see tools that only Anthropic has: %s.", names)
 
-    @router.post("/v1/messages", response_model=None, summary="Answer a chat, in Anthropic's form")
+    @router.post(
+        "/v1/messages", response_model=None, summary="Answer a chat, in Anthropic's form", responses=streamed()
+    )
     async def messages(body: MessagesRequest, request: Request) -> Response:
         log_skipped(body)
         chat = await new_chat(state, body.chat(), request, "msg_")

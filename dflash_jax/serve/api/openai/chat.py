@@ -20,6 +20,7 @@ from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.answers.usage import costs
 from dflash_jax.serve.api.streams import head_of, openai_stream
 from dflash_jax.serve.engine_link.link_messages import CompletionDelta
+from dflash_jax.serve.http.documented import errors, streamed
 from dflash_jax.serve.http.streaming import Events, EventStream, json_response, unless_left
 from dflash_jax.serve.protocol import APIError, ChatCompletionRequest, TokenizeRequest, sampling_params
 from dflash_jax.text.parsing import END_THINK, THINK, Delta, OutputParser, ParsedOutput, collect, prompt_reasoning
@@ -123,9 +124,9 @@ class Choice:
 
 def chat_router(state: ServerState) -> APIRouter:
     """The endpoint of chats."""
-    router = APIRouter()
+    router = APIRouter(responses=errors())
 
-    @router.post("/v1/chat/completions", response_model=None, summary="Answer a chat")
+    @router.post("/v1/chat/completions", response_model=None, summary="Answer a chat", responses=streamed())
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         chat = await new_chat(state, body, request)
         headers = response_headers(state, chat.job)
@@ -208,7 +209,12 @@ async def _answer(chat: Chat, headers: dict[str, str]) -> Response:
             choices += [Choice(chat).whole(completion) for completion in delta.completions]
     head = head_of(chat.state, chat.job, "chat.completion")
     answer = head | {"choices": sorted(choices, key=lambda choice: choice["index"])}
-    answer |= costs(chat.state, chat.job, with_reasoning=chat.separates_reasoning)
+    answer |= costs(
+        chat.state,
+        chat.job,
+        with_reasoning=chat.separates_reasoning,
+        with_meta_info=chat.body.return_meta_info,
+    )
     if chat.job.prompt_logprobs:
         answer["prompt_logprobs"] = prompt_logprobs(chat.job.prompt_logprobs[0])
     if chat.body.return_token_ids:

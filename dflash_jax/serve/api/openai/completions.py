@@ -18,6 +18,7 @@ from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.answers.usage import costs
 from dflash_jax.serve.api.streams import head_of, openai_stream
 from dflash_jax.serve.engine_link.link_messages import CompletionDelta
+from dflash_jax.serve.http.documented import errors, streamed
 from dflash_jax.serve.http.streaming import Events, EventStream, json_response, unless_left
 from dflash_jax.serve.protocol import CompletionRequest, completion_prompts, sampling_params
 
@@ -85,9 +86,9 @@ class Choice:
 
 def completions_router(state: ServerState) -> APIRouter:
     """The endpoint of completions."""
-    router = APIRouter()
+    router = APIRouter(responses=errors())
 
-    @router.post("/v1/completions", response_model=None, summary="Complete prompts")
+    @router.post("/v1/completions", response_model=None, summary="Complete prompts", responses=streamed())
     async def complete(body: CompletionRequest, request: Request) -> Response:
         completions = await _completions(state, body, request)
         headers = response_headers(state, completions.job)
@@ -104,6 +105,7 @@ async def _completions(state: ServerState, body: CompletionRequest, request: Req
     prompts = completion_prompts(body, state.args.limits)
     token_ids = await state.render(lambda: [_token_ids(state, body, prompt) for prompt in prompts])
     job = new_job(state, body, request, "cmpl-", token_ids, params)
+    job.is_echo_only = body.is_echo_only
     log_request(state, job, prompts[0] if isinstance(prompts[0], str) else None)
     texts = [""] * len(prompts)
     if body.echo:
@@ -143,7 +145,8 @@ async def _answer(completions: Completions, headers: dict[str, str]) -> Response
             for completion in delta.completions:
                 choices.append(Choice(completions, prompt, completion.index).take(completion) | scores)
     answer = head_of(state, job, "text_completion") | {"choices": sorted(choices, key=lambda choice: choice["index"])}
-    return json_response(answer | costs(state, job), headers=headers)
+    answer |= costs(state, job, with_meta_info=body.return_meta_info)
+    return json_response(answer, headers=headers)
 
 
 def _stream(completions: Completions) -> Events:

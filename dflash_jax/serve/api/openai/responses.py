@@ -19,6 +19,7 @@ from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.answers.usage import metrics_of, usage_of
 from dflash_jax.serve.api.openai.chat import Chat, new_chat
 from dflash_jax.serve.api.openai.responses_events import ResponseEvents
+from dflash_jax.serve.http.documented import errors, streamed
 from dflash_jax.serve.http.streaming import KEEP_ALIVE, Events, EventStream, json_response, named_event, unless_left
 from dflash_jax.serve.protocol import ResponsesRequest
 from dflash_jax.serve.protocol.response_tools import Toolbox
@@ -38,10 +39,15 @@ class Answer:
 
 def responses_router(state: ServerState) -> APIRouter:
     """The endpoint of responses."""
-    router = APIRouter()
+    router = APIRouter(responses=errors())
     skipped: set[str] = set()  # types of tools that the log has named
 
-    @router.post("/v1/responses", response_model=None, summary="Answer a conversation, as OpenAI's Responses API")
+    @router.post(
+        "/v1/responses",
+        response_model=None,
+        summary="Answer a conversation, as OpenAI's Responses API",
+        responses=streamed(),
+    )
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         toolbox = Toolbox.of(body.tools)
         for kind in sorted(toolbox.skipped - skipped)[: MOST_NAMED - len(skipped)]:

@@ -9,13 +9,14 @@ from fastapi.responses import Response
 
 from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.api.openai.chat import chat_text
+from dflash_jax.serve.http.documented import errors
 from dflash_jax.serve.http.streaming import json_response
 from dflash_jax.serve.protocol import APIError, DetokenizeRequest, TokenizeRequest
 
 
 def tokens_router(state: ServerState) -> APIRouter:
     """The endpoints of the tokenizer."""
-    router = APIRouter()
+    router = APIRouter(responses=errors())
 
     @router.post("/tokenize", response_model=None, summary="Token ids of a text or a chat")
     async def tokenize(body: TokenizeRequest) -> Response:

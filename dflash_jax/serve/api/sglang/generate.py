@@ -16,9 +16,10 @@ from dflash_jax.serve.answers.jobs import Job, follow, without_keepalives
 from dflash_jax.serve.answers.logprobs import LOWEST
 from dflash_jax.serve.answers.requests import encode
 from dflash_jax.serve.answers.server_state import ServerState
-from dflash_jax.serve.answers.usage import speculation_of
+from dflash_jax.serve.answers.usage import sglang_speculation_of
 from dflash_jax.serve.api.streams import stream
 from dflash_jax.serve.engine_link.link_messages import CompletionDelta, RequestDelta
+from dflash_jax.serve.http.documented import errors, streamed
 from dflash_jax.serve.http.streaming import Events, EventStream, json_response, unless_left
 from dflash_jax.serve.protocol import GenerateRequest, completion_prompts, fit_prompt, generate_sampling_params
 
@@ -51,26 +52,12 @@ class Answer:
             meta["output_token_logprobs"] = [_chosen(alternatives) for alternatives in self._logprobs]
             meta["output_top_logprobs"] = [_top(alternatives) for alternatives in self._logprobs]
         if self._prompt in self._job.prompt_logprobs:
-            first, *scored = self._job.prompts[self._prompt][0], *self._job.prompt_logprobs[self._prompt][1:]
-            meta["input_token_logprobs"] = [(None, first, None), *map(_chosen, filter(None, scored))]
-        if self._state.ready.num_speculative_tokens:
-            meta |= self._speculation()
+            first, *scores = self._job.prompts[self._prompt][0], *self._job.prompt_logprobs[self._prompt][1:]
+            scored = [alternatives for alternatives in scores if alternatives is not None]
+            meta["input_token_logprobs"] = [(None, first, None), *map(_chosen, scored)]
+            meta["input_top_logprobs"] = [None, *map(_top, scored)]
+        meta |= sglang_speculation_of(self._rounds, self._state.ready.num_speculative_tokens)
         return {"text": self._text, "output_ids": self._token_ids, "meta_info": meta}
-
-    def _speculation(self) -> dict[str, Any]:
-        """SGLang's numbers. Clients divide tokens by `spec_verify_ct`, so it counts rounds without drafts too."""
-        spec = speculation_of(self._rounds, self._state.ready.num_speculative_tokens, with_steps=False)
-        num_rounds = sum(1 for _, emitted in self._rounds if emitted)
-        num_undrafted = num_rounds - spec["num_spec_steps"]
-        accepted, (none_accepted, *histogram) = spec["num_accepted_draft_tokens"], spec["acceptance_histogram"]
-        return {
-            "spec_verify_ct": num_rounds,
-            "spec_accept_length": 1 + accepted / num_rounds if num_rounds else None,
-            "spec_accept_rate": spec["draft_acceptance_rate"],
-            "spec_accepted_drafts": accepted,
-            "spec_proposed_drafts": spec["num_draft_tokens"],
-            "spec_accept_histogram": [none_accepted + num_undrafted, *histogram],
-        }
 
     def _finish_reason(self, completion: CompletionDelta) -> dict[str, Any] | None:
         if completion.finish_reason is None:
@@ -83,9 +70,9 @@ class Answer:
 
 def generate_router(state: ServerState) -> APIRouter:
     """The endpoint of SGLang's clients."""
-    router = APIRouter()
+    router = APIRouter(responses=errors())
 
-    @router.post("/generate", response_model=None, summary="Complete prompts, as SGLang has it")
+    @router.post("/generate", response_model=None, summary="Complete prompts, as SGLang has it", responses=streamed())
     async def generate(body: GenerateRequest, request: Request) -> Response:
         state.check_model(body.model)
         job, rids = await _job(state, body)
