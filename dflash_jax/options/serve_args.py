@@ -310,7 +310,7 @@ class ServeArgs:
         False, Switch(), "answer with the header X-Request-Id", server_group=ANSWERS
     )
     enable_prompt_tokens_details: bool = option(
-        False,
+        True,
         Switch(),
         "say in usage how many tokens of a prompt were cached",
         server_group=ANSWERS,

@@ -14,7 +14,6 @@ FLAGS = (
     "--enable-auto-tool-choice",
     "--tool-call-parser=hermes",
     "--reasoning-parser=qwen3",
-    "--enable-prompt-tokens-details",
     "--enable-request-id-headers",
 )
 

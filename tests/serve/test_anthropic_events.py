@@ -61,13 +61,13 @@ def events_of(text_, finish_reason="stop", stop_reason=None, size=3, **options):
         event = chat_events.read(delta)
         events += [event_ for piece in event.deltas for event_ in stream.read(piece)]
         if event.finish_reason is not None:
-            job.num_cached_tokens = 3
+            job.cached = {"1": 3}
             events += stream.end(delta, event.finish_reason)
     for event in events:
         name, data = named_event(event).decode().removesuffix("\n\n").split("\n")
         assert (name, json.loads(data.removeprefix("data: "))) == (f"event: {event['type']}", event)
     whole_job, chat_events = reader()
-    whole_job.num_tokens, whole_job.num_cached_tokens = len(text_), 3
+    whole_job.num_tokens, whole_job.cached = len(text_), {"1": 3}
     completion = completion_of(text_, finish_reason, stop_reason)
     return events, whole_message(HEAD, completion, chat_events.read(completion), whole_job)
 

@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import re
 import socket
 
+import httpx
 import pytest
 
 from tests.serve.live import NAME
@@ -150,3 +152,55 @@ def test_an_echo_alone_costs_no_tokens(live):
     assert (status, answer["choices"][0]["text"]) == (200, LICENCE)
     assert answer["usage"]["completion_tokens"] == 0
     assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "header"),
+    [
+        ("/v1/chat/completions", {"messages": HI, "max_tokens": 9}, "x-session-id"),
+        ("/v1/completions", {"prompt": LICENCE, "max_tokens": 9}, "session-id"),
+        ("/v1/responses", {"input": LICENCE, "max_output_tokens": 9}, "session-id"),
+        ("/v1/messages", {"messages": HI, "max_tokens": 9}, "x-session-id"),
+        ("/generate", {"text": LICENCE, "sampling_params": {"max_new_tokens": 9}}, "x-session-id"),
+    ],
+)
+def test_each_turn_has_a_line_in_the_log(live, path, body, header):
+    session = f"turn of {path}"
+    answer = httpx.post(live.base + path, json=body, headers={header: session}, timeout=60).json()
+    live.wait_until(lambda: f"(session {session})" in live.log.read_text())
+    (line,) = [line for line in live.log.read_text().splitlines() if f"(session {session})" in line]
+    number = r"\d+\.\d+"
+    answered = rf"answer 9 tokens, {number} tokens/s, {number} a round; first token after {number} s; length"
+    found = re.search(rf": prompt (\d+) tokens, {number}% cached; {answered}$", line)
+    assert found, line
+    usage = answer.get("usage") or answer["meta_info"]
+    prompt = usage.get("prompt_tokens") or usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+    assert int(found[1]) == prompt
+
+
+CACHED = {
+    "/v1/chat/completions": lambda usage: usage["prompt_tokens_details"]["cached_tokens"],
+    "/v1/completions": lambda usage: usage["prompt_tokens_details"]["cached_tokens"],
+    "/v1/responses": lambda usage: usage["input_tokens_details"]["cached_tokens"],
+    "/v1/messages": lambda usage: usage["cache_read_input_tokens"],
+}
+
+
+@pytest.mark.parametrize("path", CACHED)
+def test_every_usage_tells_what_was_cached(live, path):
+    text = f"{path} " + LICENCE * 20
+    bodies = {"/v1/completions": {"prompt": text}, "/v1/responses": {"input": text, "max_output_tokens": 1}}
+    body = bodies.get(path, {"messages": [{"role": "user", "content": text}]})
+    body |= {} if path == "/v1/responses" else {"max_tokens": 1}
+    first, second = (live.post(path, body)[1]["usage"] for _ in range(2))
+    assert CACHED[path](first) < CACHED[path](second)
+    assert CACHED[path](second) > 100
+
+
+def test_usage_in_every_chunk_tells_what_was_cached(live):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "again " + LICENCE * 20, "max_tokens": 3, "stream": True, "stream_options": options}
+    for _ in range(2):
+        _, raw = live.ask("POST", "/v1/completions", json.dumps(body).encode())
+    chunks = [json.loads(line) for line in raw.decode().split("data: ")[1:-1]]
+    assert {chunk["usage"]["prompt_tokens_details"]["cached_tokens"] > 100 for chunk in chunks} == {True}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from dflash_jax.base.errors import EngineDeadError, QueueFullError, RequestError
@@ -15,6 +16,7 @@ from dflash_jax.serve.engine_link.client import EngineStream
 from dflash_jax.serve.engine_link.link_messages import Add, CheckedParams, RequestDelta
 from dflash_jax.serve.protocol import APIError
 
+logger = logging.getLogger(__name__)
 Round = tuple[int, int]  # drafts verified, tokens emitted
 
 
@@ -33,6 +35,7 @@ class Job:
         cache_salt: only prompts of the same salt share pages of the prefix cache.
         streams: whether the client wants pieces as they come.
         is_echo_only: whether the one token that the engine makes is not for the client.
+        session: the conversation that the client says it belongs to; None if it says nothing.
         constraint: the client's name of the field whose grammar the text follows; None without one.
         key: differs from that of every other job.
         created: Unix time of arrival, seconds.
@@ -40,7 +43,7 @@ class Job:
         first_token: seconds from arrival to the first token; None before it.
         queue: seconds from arrival to the start of the first prefill; None before it.
         num_tokens: tokens emitted, over all completions.
-        num_cached_tokens: prompt tokens that the prefix cache had, over all prompts.
+        cached: tokens that the prefix cache had, by the prompt's id in the engine.
         num_reasoning_tokens: tokens of reasoning, over all completions that have ended.
         rounds: rounds of all completions.
         finish_reasons: finish_reason of each completion that has ended.
@@ -54,6 +57,7 @@ class Job:
     cache_salt: str | None
     streams: bool
     constraint: str | None = None
+    session: str | None = None
     is_echo_only: bool = False
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -61,8 +65,8 @@ class Job:
     first_token: float | None = None
     queue: float | None = None
     num_tokens: int = 0
-    num_cached_tokens: int = 0
     num_reasoning_tokens: int = 0
+    cached: dict[str, int] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
     prompt_logprobs: dict[int, list[dict[int, Logprob] | None]] = field(default_factory=dict)
@@ -71,6 +75,11 @@ class Job:
     def num_prompt_tokens(self) -> int:
         """Number of tokens, over all prompts."""
         return sum(map(len, self.prompts))
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Number of tokens that the prefix cache had, over all prompts."""
+        return sum(self.cached.values())
 
     @property
     def num_completions(self) -> int:
@@ -114,8 +123,7 @@ class Job:
             self.first_token, self.queue = delta.first_token_seconds, delta.queue_seconds
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs[self.engine_ids.index(delta.request_id)] = delta.prompt_logprobs
-        if delta.finished:
-            self.num_cached_tokens += delta.num_cached_tokens
+        self.cached[delta.request_id] = delta.num_cached_tokens
         for completion in delta.completions:
             self.num_tokens += len(completion.token_ids)
             self.rounds += completion.rounds
@@ -213,18 +221,41 @@ def _unregister(state: ServerState, job: Job) -> None:
             del state.running[abort_id]
 
 
+def turn_line(job: Job, reasons: Sequence[str], seconds: float) -> str:
+    """The line of the log about a job that has ended: what its prompt had cached, its speed, and its acceptance.
+
+    Args:
+        job: that has ended.
+        reasons: the finish reason of each completion.
+        seconds: since its arrival.
+    """
+    of_session = "" if job.session is None else f" (session {job.session})"
+    cached = job.num_cached_tokens / max(job.num_prompt_tokens, 1)
+    decode = seconds - (job.first_token or 0)
+    emitted = [tokens for _, tokens in job.rounds if tokens]
+    accepted = f", {sum(emitted) / len(emitted):.2f} a round" if emitted else ""
+    return (
+        f"{job.id}{of_session}: prompt {job.num_prompt_tokens} tokens, {cached:.1%} cached; "
+        f"answer {job.num_tokens} tokens, {job.num_tokens / max(decode, 1e-9):.1f} tokens/s{accepted}; "
+        f"first token after {job.first_token or seconds:.3f} s; {', '.join(dict.fromkeys(reasons))}"
+    )
+
+
 def _observe(state: ServerState, job: Job, unfinished: str) -> None:
-    """Count a job that ran; `unfinished` is the reason of its completions that have not ended by themselves."""
+    """Count and log a job that ran; `unfinished` is the reason of completions that have not ended by themselves."""
     num_unfinished = job.num_completions - len(job.finish_reasons)
+    reasons, seconds = (*job.finish_reasons, *[unfinished] * num_unfinished), time.perf_counter() - job.started
+    if not state.args.disable_log_stats:
+        logger.info("%s", turn_line(job, reasons, seconds))
     state.metrics.observe(
         Finished(
-            reason=(*job.finish_reasons, *[unfinished] * num_unfinished),
+            reason=reasons,
             num_prompt_tokens=job.num_prompt_tokens,
             num_tokens=job.num_tokens,
             n=job.num_completions,
             max_tokens=job.params[0].max_tokens,
             queue=job.queue,
             first_token=job.first_token,
-            total=time.perf_counter() - job.started,
+            total=seconds,
         )
     )

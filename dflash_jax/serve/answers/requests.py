@@ -78,8 +78,18 @@ def new_job(
         params=[params] * len(fitted),
         cache_salt=body.cache_salt,
         streams=body.stream,
+        session=session_of(request),
         constraint=next((demand.place for demand in body.demands()), None),
     )
+
+
+def session_of(request: Request) -> str | None:
+    """The conversation that a request says it belongs to; None if it says nothing that a line of the log may hold.
+
+    opencode and routers of sessions say `x-session-id`, Codex says `session-id`.
+    """
+    session = request.headers.get("x-session-id") or request.headers.get("session-id") or ""
+    return session[:LONGEST_ID] if session.isascii() and session.isprintable() and session else None
 
 
 def log_request(state: ServerState, job: Job, prompt: str | None) -> None:

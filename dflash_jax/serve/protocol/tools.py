@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash_jax.serve.protocol.errors import APIError, shown
+from dflash_jax.serve.protocol.tool_order import ordered_function
 
 CHOICES = ("none", "auto", "required")
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -45,10 +46,10 @@ TOOL_CHOICE_SCHEMA = {
 
 
 def check_tools(tools: Any) -> list[dict[str, Any]]:
-    """OpenAI's `tools` without nulls, else as the client wrote them, since templates print them.
+    """OpenAI's `tools` without nulls, in the order of `tool_order`, since templates print them.
 
     Raises:
-        APIError: 400; the list is empty, or an entry is not a tool.
+        APIError: 400; the list is empty, or an entry is not a tool or nests too deep.
     """
     if not isinstance(tools, list) or not tools:
         message = f"tools={shown(tools)} is not allowed: give at least one tool, or leave it out."
@@ -128,4 +129,10 @@ def _tool(tool: Any, path: str) -> dict[str, Any]:
         message = f"{path}.function.parameters={shown(parameters)} is not allowed: it must be a JSON schema, an object."
         raise APIError(message, param=f"{path}.function.parameters")
     kept = {key: value for key, value in function.items() if value is not None}
-    return {"type": "function", **{k: v for k, v in tool.items() if k != "type"}, "function": kept}
+    try:
+        kept = ordered_function(kept)
+    except RecursionError as error:
+        message = f"{path}.function.parameters nests too deep for this server; simplify the schema."
+        raise APIError(message, param=f"{path}.function.parameters") from error
+    others = {key: tool[key] for key in sorted(tool.keys() - {"type", "function"})}
+    return {"type": "function", "function": kept, **others}

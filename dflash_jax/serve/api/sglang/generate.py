@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from dflash_jax.base.values import Logprob
 from dflash_jax.serve.answers.jobs import Job, follow, without_keepalives
 from dflash_jax.serve.answers.logprobs import LOWEST
-from dflash_jax.serve.answers.requests import encode
+from dflash_jax.serve.answers.requests import encode, session_of
 from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.answers.usage import sglang_speculation_of
 from dflash_jax.serve.api.streams import stream
@@ -76,6 +76,7 @@ def generate_router(state: ServerState) -> APIRouter:
     async def generate(body: GenerateRequest, request: Request) -> Response:
         state.check_model(body.model)
         job, rids = await _job(state, body)
+        job.session = session_of(request)
         if body.stream:
             return await EventStream.of(_stream(state, body, job, rids))
         return await unless_left(request, _answer(state, body, job, rids))
