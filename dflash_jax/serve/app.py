@@ -19,6 +19,7 @@ from dflash_jax.base.errors import DFlashError
 from dflash_jax.serve.answers.metrics import log_stats
 from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.api.anthropic.messages import messages_router
+from dflash_jax.serve.api.balancers import balancers_router
 from dflash_jax.serve.api.openai.chat import chat_router
 from dflash_jax.serve.api.openai.completions import completions_router
 from dflash_jax.serve.api.openai.responses import responses_router
@@ -73,6 +74,7 @@ def create_app(state: ServerState, on_change: Callable[[], None] = lambda: None)
         generate_router(state),
         tokens_router(state),
         operations_router(state),
+        balancers_router(state),
         page_router(),
     )
     for router in routers:

@@ -60,6 +60,53 @@ def test_a_token_that_there_is_not(live):
     assert (status, body["error"]["param"]) == (400, "tokens")
 
 
+def test_a_rendered_chat_is_what_a_chat_gets(live):
+    body = {"messages": HI, "max_tokens": 3, "seed": 7, "return_token_ids": True}
+    status, rendered = live.post("/v1/chat/completions/render", body | {"request_id": "mine"})
+    assert status == 200
+    assert rendered["token_ids"] == live.post("/v1/chat/completions", body)[1]["prompt_token_ids"]
+    assert (rendered["request_id"], rendered["model"]) == ("chatcmpl-mine", NAME)
+    assert {"max_tokens": 3, "seed": 7}.items() <= rendered["sampling_params"].items()
+    assert live.post("/v1/chat/completions/render", {"messages": HI, "n": 0})[0] == 400
+
+
+def test_rendered_prompts_are_those_of_a_completion(live):
+    status, rendered = live.post("/v1/completions/render", {"prompt": [LICENCE, "a"], "max_tokens": 3})
+    assert status == 200
+    expected = [live.post("/tokenize", {"prompt": text})[1]["tokens"] for text in (LICENCE, "a")]
+    assert [prompt["token_ids"] for prompt in rendered] == expected
+
+
+# ---- What routers ask
+
+
+def test_loads_say_what_runs(live):
+    def loads():
+        return json.loads(live.get("/v1/loads?include=core,queues")[1])
+
+    live.wait_until(live.is_idle)
+    assert loads()["aggregate"]["total_reqs"] == 0
+    thread = threading.Thread(target=live.post, args=["/v1/completions", ENDLESS])
+    thread.start()
+    live.wait_until(lambda: loads()["aggregate"]["total_running_reqs"] == 1)
+    (rank,) = loads()["loads"]
+    assert rank["num_waiting_reqs"] == 0
+    assert rank["max_running_requests"] == 4
+    assert 0 < rank["num_used_tokens"] <= rank["max_total_num_tokens"]
+    assert rank["token_usage"] == pytest.approx(rank["num_used_tokens"] / rank["max_total_num_tokens"], abs=0.01)
+    (older,) = json.loads(live.get("/get_load")[1])
+    assert older["num_reqs"] == 1
+    live.post("/abort_request", {"abort_all": True})
+    thread.join(60)
+    live.wait_until(lambda: loads()["aggregate"]["total_reqs"] == 0)
+
+
+def test_both_names_of_the_servers_info_say_the_same(live):
+    info = json.loads(live.get("/server_info")[1])
+    assert info == json.loads(live.get("/get_server_info")[1])
+    assert (info["served_model_name"], info["max_running_requests"], info["max_model_len"]) == (NAME, 4, 4096)
+
+
 # ---- /generate
 
 

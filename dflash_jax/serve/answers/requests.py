@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 from fastapi import Request
 
@@ -103,6 +105,26 @@ def log_request(state: ServerState, job: Job, prompt: str | None) -> None:
             [token_ids[:limit] for token_ids in job.prompts],
             job.params[0],
         )
+
+
+def rendered_prompts(state: ServerState, job: Job) -> list[dict[str, Any]]:
+    """What a job would ask of the engine, one entry a prompt, under the names of vLLM's `GenerateRequest`.
+
+    Routers look up prefixes by these token ids, which only the server that has the chat template can make.
+    """
+    return [
+        {
+            "request_id": job.id,
+            "model": state.model,
+            "token_ids": token_ids,
+            "sampling_params": {
+                f.name: value for f in fields(params) if (value := getattr(params, f.name)) != f.default
+            },
+            "stream": job.streams,
+            "cache_salt": job.cache_salt,
+        }
+        for token_ids, params in zip(job.prompts, job.params, strict=True)
+    ]
 
 
 def response_headers(state: ServerState, job: Job) -> dict[str, str]:

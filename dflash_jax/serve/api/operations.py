@@ -66,23 +66,6 @@ def _add_reports(router: APIRouter, state: ServerState) -> None:
     async def get_version() -> dict[str, str]:
         return {"version": version("dflash-jax")}
 
-    @router.get("/load", summary="Requests that run or wait")
-    async def load() -> dict[str, int]:
-        return {"server_load": state.client.num_requests}
-
-    @router.get("/get_server_info", summary="What the engine was started with")
-    async def server_info() -> dict[str, Any]:
-        ready = state.ready
-        return {
-            "model_path": state.args.model,
-            "speculative_draft_model_path": state.args.draft_model,
-            "speculative_algorithm": "DFLASH" if ready.num_speculative_tokens else None,
-            "speculative_num_draft_tokens": ready.num_speculative_tokens + 1 if ready.num_speculative_tokens else None,
-            "max_model_len": ready.max_model_len,
-            "max_total_num_tokens": ready.kv_tokens,
-            "version": version("dflash-jax"),
-        }
-
 
 def _add_actions(router: APIRouter, state: ServerState) -> None:
     """Endpoints that change what the engine does, and that pages of other sites may not call."""

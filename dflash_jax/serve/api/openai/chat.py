@@ -15,7 +15,7 @@ from dflash_jax.serve.answers.chunks import TokenSources
 from dflash_jax.serve.answers.events import ChatEvents, ReasoningCount
 from dflash_jax.serve.answers.jobs import Job, follow, without_keepalives
 from dflash_jax.serve.answers.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
-from dflash_jax.serve.answers.requests import encode, log_request, new_job, response_headers
+from dflash_jax.serve.answers.requests import encode, log_request, new_job, rendered_prompts, response_headers
 from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.answers.usage import costs
 from dflash_jax.serve.api.streams import head_of, openai_stream
@@ -133,6 +133,11 @@ def chat_router(state: ServerState) -> APIRouter:
         if body.stream:
             return await EventStream.of(_stream(chat), headers)
         return await unless_left(request, _answer(chat, headers))
+
+    @router.post("/v1/chat/completions/render", response_model=None, summary="What a chat would ask of the engine")
+    async def render(body: ChatCompletionRequest, request: Request) -> Response:
+        (prompt,) = rendered_prompts(state, (await new_chat(state, body, request)).job)
+        return json_response(prompt)
 
     return router
 

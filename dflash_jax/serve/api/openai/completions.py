@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from dflash_jax.serve.answers.chunks import TokenSources
 from dflash_jax.serve.answers.jobs import Job, follow, without_keepalives
 from dflash_jax.serve.answers.logprobs import TextOffsets, TokenTexts, completion_logprobs, prompt_logprobs
-from dflash_jax.serve.answers.requests import encode, log_request, new_job, response_headers
+from dflash_jax.serve.answers.requests import encode, log_request, new_job, rendered_prompts, response_headers
 from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.answers.usage import costs
 from dflash_jax.serve.api.streams import head_of, openai_stream
@@ -95,6 +95,10 @@ def completions_router(state: ServerState) -> APIRouter:
         if body.stream:
             return await EventStream.of(_stream(completions), headers)
         return await unless_left(request, _answer(completions, headers))
+
+    @router.post("/v1/completions/render", response_model=None, summary="What prompts would ask of the engine")
+    async def render(body: CompletionRequest, request: Request) -> Response:
+        return json_response(rendered_prompts(state, (await _completions(state, body, request)).job))
 
     return router
 
