@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 INSTALL := $(PYTHON) -m pip install --quiet --editable
 
-.PHONY: serve test test-gpu demo readme parity lint format install browser constraints clean
+.PHONY: serve test test-gpu test-ray demo readme parity lint format install browser constraints clean
 
 # Running a model needs a fraction of what training and the tests do.
 $(VENV)/.installed-base: pyproject.toml
@@ -61,6 +61,11 @@ parity: install
 ## The tests that a GPU can run, the `gpu` ones included, on a machine that already has jax for it and pytest.
 test-gpu:
 	DFLASH_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest --override-ini addopts='-q --strict-markers'
+
+## Run replicas on Ray Serve on this machine's CPU, kill some, update and scale them (three minutes).
+test-ray: install
+	$(INSTALL) '.[train,test,ray]'
+	DFLASH_TEST_RAY=1 $(PYTHON) -m pytest tests/replicas
 
 ## Write the versions that are installed here into constraints.txt; run `make clean install test` before.
 constraints: install

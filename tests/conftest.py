@@ -32,6 +32,7 @@ DATA = Path(__file__).parent / "data"
 RUNS_LONG = "DFLASH_TEST_LONG" in os.environ
 SKIPPED = {  # marks whose tests are left out here, with the reason
     "gpu": None if ON_GPU else "needs an NVIDIA GPU: run with DFLASH_TEST_GPU=1 on one",
+    "ray": None if "DFLASH_TEST_RAY" in os.environ else "needs Ray: make test-ray",
     "long": None if RUNS_LONG else "one more shape of what is tested anyway: run with DFLASH_TEST_LONG=1",
 }
 

@@ -11,7 +11,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OURS = {"dflash_jax", "pallas_kernels", "tests", "scripts"} | {file.stem for file in ROOT.glob("scripts/*.py")}
+OURS = {
+    "dflash_jax",
+    "pallas_kernels",
+    "tests",
+    "scripts",
+    "deploy",
+    *(file.stem for file in ROOT.glob("scripts/*.py")),
+}
 # What reference vectors are made with: torch, whose CPU build exists for Python 3.11 only, and packers of checkpoints.
 # None of it is installed for the suite.
 PARITY = {"torch", "auto_round", "auto_round_extension", "compressed_tensors"}
@@ -64,8 +71,9 @@ BASE = [f"dflash_jax/{path.name}" for path in (ROOT / "dflash_jax").iterdir() if
         (("dflash_jax/eval",), ("eval",)),
         (("dflash_jax", "pallas_kernels", "scripts"), ("train",)),
         (("tests",), ("train", "test")),
+        (("deploy",), ("ray",)),
     ],
-    ids=["base", "eval", "train", "tests"],
+    ids=["base", "eval", "train", "tests", "deploy"],
 )
 def test_what_is_imported_is_declared(paths, extras):
     allowed = declared().union(*(declared(extra) for extra in extras))
@@ -75,6 +83,7 @@ def test_what_is_imported_is_declared(paths, extras):
 def test_what_is_declared_is_imported():
     assert declared() - imported("dflash_jax", "pallas_kernels") == NOT_IMPORTED
     assert declared("train") - imported("dflash_jax", "scripts") == set()
+    assert declared("ray") - imported("deploy") == set()
     assert declared("test") - imported("tests") == NOT_IMPORTED_BY_TESTS
 
 

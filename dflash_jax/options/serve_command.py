@@ -44,11 +44,24 @@ def parse_args(arguments: list[str] | None = None) -> ServeArgs:
     """
     parser = build_parser()
     try:
-        options = _parse(parser, sys.argv[1:] if arguments is None else arguments)
-        path = options.pop("config", None)
-        return _build(options if path is None else _from_file(parser, path) | options)
+        return _read(parser, sys.argv[1:] if arguments is None else arguments)
     except ConfigError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+def read_args(arguments: Iterable[str]) -> ServeArgs:
+    """The options of a command line, for a caller that is no command.
+
+    Raises:
+        ConfigError: an argument is unknown, impossible or contradicts another.
+    """
+    return _read(build_parser(), arguments)
+
+
+def _read(parser: Parser, arguments: Iterable[str]) -> ServeArgs:
+    options = _parse(parser, arguments)
+    path = options.pop("config", None)
+    return _build(options if path is None else _from_file(parser, path) | options)
 
 
 def _parse(parser: Parser, arguments: Iterable[str]) -> dict[str, Any]:

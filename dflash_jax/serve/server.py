@@ -88,8 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     except DFlashError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    gc.collect()
-    gc.freeze()  # later collections skip all that was imported, which would stall the event loop
+    freeze_garbage()
     try:
         server.run(sockets=[listener])
     finally:
@@ -115,6 +114,12 @@ def check_drafter(args: ServeArgs) -> None:
     for name in ("spec_method", "num_speculative_tokens", "draft_kv_cache_dtype", "draft_quantization"):
         if values[name] != defaults[name]:
             raise ConfigError(f"{flag_of(name)} needs a drafter; give --draft-model, or leave it out.")
+
+
+def freeze_garbage() -> None:
+    """Let later collections skip all that was imported, which would stall the event loop."""
+    gc.collect()
+    gc.freeze()
 
 
 def allow_open_files() -> None:

@@ -4,7 +4,9 @@ import os
 
 import pytest
 
+from dflash_jax.base.errors import ConfigError
 from dflash_jax.options.absent import ABSENT
+from dflash_jax.options.serve_command import read_args
 from dflash_jax.options.serve_flags import build_parser
 from dflash_jax.serve import server
 from tests.serve.args.common import SPEC, TLS, listed, refusal
@@ -168,3 +170,9 @@ def test_absent_flags_are_absent_and_explained():
         assert reason[-1] not in ".;"
         for word in reason.replace(";", "").replace(",", "").split():
             assert not word.startswith("--") or word in build_parser().flags, f"advice names {word}, which is no flag"
+
+
+def test_a_caller_that_is_no_command_gets_the_error_itself():
+    with pytest.raises(ConfigError, match="there is no --nonsense"):
+        read_args(["--nonsense"])
+    assert read_args(["--port=7"]).port == 7
