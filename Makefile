@@ -62,9 +62,9 @@ parity: install
 test-gpu:
 	DFLASH_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest --override-ini addopts='-q --strict-markers'
 
-## Run replicas on Ray Serve on this machine's CPU, kill some, update and scale them (three minutes).
+## Run replicas on this machine's CPU, on Ray Serve and behind routers; kill, update and scale them (four minutes).
 test-ray: install
-	$(INSTALL) '.[train,test,ray]'
+	$(INSTALL) '.[train,test,ray,routers]'
 	DFLASH_TEST_RAY=1 $(PYTHON) -m pytest tests/replicas
 
 ## Write the versions that are installed here into constraints.txt; run `make clean install test` before.
