@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, UInt8, UInt16
 
 from pallas_kernels import registry
-from pallas_kernels.quantized_product.layout import PLACES
+from pallas_kernels.quantized_product.layout import FewBits
 from pallas_kernels.registry import AMPERE_ON, FP8_GPUS, HOPPER
 
 __all__ = ["FP8_PRODUCT", "INT4_PRODUCT", "operation_of", "quantized_product", "split_quantized_product"]
@@ -94,16 +94,7 @@ def operation_of(values: Any) -> registry.Operation:
 
 
 def _check(x: Any, values: Any, scales: Any, zeros: Any) -> None:
-    if values.dtype not in (jnp.uint16, jnp.float8_e4m3fn) or (zeros is not None and values.dtype != jnp.uint16):
-        raise ValueError(
-            f"values must be uint16, or e4m3 without zeros; got {values.dtype} {'with' if zeros is not None else ''}"
-        )
-    inputs = x.shape[-1] // (PLACES if values.dtype == jnp.uint16 else 1)
-    outputs, groups = scales.shape if scales.ndim == 2 else (None, 1)
-    if values.shape != (outputs, inputs) or x.shape[-1] % groups or not jnp.issubdtype(scales.dtype, jnp.floating):
-        raise ValueError(
-            f"x [*T, I], values [O, I] or [O, I / 4] and scales [O, G] in floats must fit, G dividing I; got "
-            f"{list(x.shape)}, {list(values.shape)} and {scales.dtype}{list(scales.shape)}"
-        )
-    if zeros is not None and (zeros.shape != scales.shape or zeros.dtype != jnp.uint8):
-        raise ValueError(f"zeros must be uint8 {list(scales.shape)}; got {zeros.dtype}{list(zeros.shape)}")
+    weight = FewBits(values, scales, zeros)
+    weight.check()
+    if len(weight.shape) != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x must be [*T, I] and the weight [O, I]; got {list(x.shape)} and {list(weight.shape)}")

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as Spec
 
 from pallas_kernels import _compat, quantized_product, split_quantized_product
-from pallas_kernels.quantized_product import mosaic, operation_of, triton
+from pallas_kernels.quantized_product import mosaic, operation_of, tiles, triton
 from pallas_kernels.quantized_product.layout import span_of_group
 from pallas_kernels.quantized_product.triton import Config
 from pallas_kernels.registry import Device
@@ -191,13 +191,13 @@ def evaluated(asm, *, args, constraints, pack, result_shape_dtypes):
 
 def test_the_assembly_is_the_plain_expression(monkeypatch):
     """Bit by bit, for every word and zero point: interpreted kernels show nothing about what GPUs run."""
-    monkeypatch.setattr(triton.pltriton, "elementwise_inline_asm", evaluated)
+    monkeypatch.setattr(tiles.pltriton, "elementwise_inline_asm", evaluated)
     words = np.arange(1 << 16, dtype=np.uint16)
     for zero in range(17):
         offset = jnp.full(words.shape, -128 - zero, BF16)
         for place in range(4):
-            numbers = triton._numbers(words, offset, place, False)
-            assert (numbers == triton._numbers(jnp.asarray(words), offset, place, True)).all()
+            numbers = tiles.numbers(words, offset, place, False)
+            assert (numbers == tiles.numbers(jnp.asarray(words), offset, place, True)).all()
             np.testing.assert_array_equal(
                 np.asarray(numbers, np.int64), (words.astype(np.int64) >> 4 * place & 15) - zero
             )
@@ -205,7 +205,7 @@ def test_the_assembly_is_the_plain_expression(monkeypatch):
 
 def test_every_e4m3_number_is_widened_exactly():
     numbers = np.arange(256, dtype=np.uint8).view(E4M3)
-    widened = triton._widened(jnp.asarray(numbers)[None], [], True)[0]
+    widened = tiles.widened(jnp.asarray(numbers)[None], [], True)[0]
     assert widened.dtype == BF16
     np.testing.assert_array_equal(np.asarray(widened, np.float64), numbers.astype(np.float64))
 
