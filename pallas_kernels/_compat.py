@@ -85,14 +85,17 @@ def _manual(x: jax.Array) -> Any:
     return jax.typeof(x).manual_axis_type
 
 
-def vary_alike(*operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The operands, each marked as varying over the mesh axes that any of them varies over (no data moves)."""
-    varying = [_manual(x).varying for x in operands]
+def vary_alike(*operands: Any) -> tuple[Any, ...]:
+    """The operands, arrays or trees of such, each array marked as varying over the mesh axes of any (no data moves)."""
+    arrays, structure = jax.tree.flatten(operands)
+    varying = [_manual(x).varying for x in arrays]
     every: frozenset[Any] = frozenset().union(*varying)
-    return tuple(
+    marked = [
         jax.lax.pcast(x, tuple(every - axes), to="varying") if every - axes else x
-        for x, axes in zip(operands, varying, strict=True)
-    )
+        for x, axes in zip(arrays, varying, strict=True)
+    ]
+    alike: tuple[Any, ...] = jax.tree.unflatten(structure, marked)
+    return alike
 
 
 def smem_transpose(ref: Any) -> Any:

@@ -12,11 +12,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
-from pallas_kernels.registry import AMPERE_ON, HOPPER
+from pallas_kernels.quantized_product.layout import FewBits
+from pallas_kernels.registry import AMPERE_ON, FP8_GPUS, HOPPER
 
-__all__ = ["EXPERTS", "Implementation", "experts"]
+__all__ = ["EXPERTS", "FP8_EXPERTS", "INT4_EXPERTS", "FewBits", "Implementation", "experts", "operation_of"]
 
 Implementation = Literal["mosaic", "triton", "reference"]
+
+_REFERENCE = registry.Implementation("reference", "pallas_kernels.experts.reference:experts")
+
+
+def _triton(gpus: registry.Capability) -> registry.Implementation:
+    function = "pallas_kernels.experts.triton:experts"
+    return registry.Implementation("triton", function, gpus, refusal="refusal", interprets=True)
+
 
 EXPERTS = registry.Operation(  # a call is (x, gate_up, down, chosen)
     "experts",
@@ -24,18 +33,18 @@ EXPERTS = registry.Operation(  # a call is (x, gate_up, down, chosen)
         registry.Implementation(
             "mosaic", "pallas_kernels.experts.mosaic:experts", HOPPER, slower="slower", refusal="refusal"
         ),
-        registry.Implementation(
-            "triton", "pallas_kernels.experts.triton:experts", AMPERE_ON, refusal="refusal", interprets=True
-        ),
-        registry.Implementation("reference", "pallas_kernels.experts.reference:experts"),
+        _triton(AMPERE_ON),
+        _REFERENCE,
     ),
 )
+INT4_EXPERTS = registry.Operation("int4_experts", (_triton(AMPERE_ON), _REFERENCE))  # gate_up, down or both in 4 bits
+FP8_EXPERTS = registry.Operation("fp8_experts", (_triton(FP8_GPUS), _REFERENCE))  # at least one of them in e4m3
 
 
 def experts(
     x: Float[Array, "*T D"],
-    gate_up: Float[Array, "X 2 M D"],
-    down: Float[Array, "X D M"],
+    gate_up: Float[Array, "X 2 M D"] | FewBits,
+    down: Float[Array, "X D M"] | FewBits,
     chosen: Int[Array, "*T k"],
     weights: Float[Array, "*T k"],
     *,
@@ -48,14 +57,16 @@ def experts(
     of the sums within products, which may change with the number of tokens.
 
     Args:
-      x: the normed input of the MLP; bf16 or f16 (f32: reference only).
-      gate_up: of each expert, the M rows of gate, then those of up; dtype like x. M may be a device's share of the
-        width: then the caller sums over devices, and has a ``shard_map`` around the call.
-      down: of each expert; dtype like x.
+      x: the normed input of the MLP; bf16 or f16 (f32, and f16 beside few bits: reference only).
+      gate_up: of each expert, the M rows of gate, then those of up; dtype like x, or in few bits, which are never
+        rounded to 16 bits. M may be a device's share of the width: then the caller sums over devices, and has a
+        ``shard_map`` around the call.
+      down: of each expert; likewise.
       chosen: experts of each token, int32, none twice; a number outside 0..X-1 skips the pair, as for padding.
       weights: of these experts, float32; those of skipped pairs are not used.
-      implementation: ``"mosaic"``, picked on Hopper from 256 pairs an expert on, ``"triton"``, picked on NVIDIA GPUs
-        from sm_80 on, or ``"reference"``; None picks the fastest. Only the reference can be differentiated.
+      implementation: ``"mosaic"``, for 16 bits, picked on Hopper from 256 pairs an expert on, ``"triton"``, picked on
+        NVIDIA GPUs from sm_80 on, with e4m3 from sm_89, or ``"reference"``; None picks the fastest. Only the reference
+        can be differentiated.
       interpret: run the Triton kernels in Pallas' interpreter, on any backend (tests).
 
     Returns:
@@ -70,14 +81,23 @@ def experts(
     Source: transformers' ``qwen3_5_moe``, which rounds more often.
     """
     _check(x, gate_up, down, chosen, weights)
-    run = EXPERTS.function(implementation, (x, gate_up, down, chosen), interpret=interpret)
+    operation = operation_of(gate_up, down)
+    run = operation.function(implementation, (x, gate_up, down, chosen), interpret=interpret)
     out: Array = run(x, gate_up, down, chosen, weights)
     return out
 
 
+def operation_of(gate_up: Any, down: Any) -> registry.Operation:
+    """The operation that multiplies by such weights."""
+    few = [weight for weight in (gate_up, down) if isinstance(weight, FewBits)]
+    if not few:
+        return EXPERTS
+    return INT4_EXPERTS if all(weight.is_packed for weight in few) else FP8_EXPERTS
+
+
 def _check(x: Any, gate_up: Any, down: Any, chosen: Any, weights: Any) -> None:
     """Raise ValueError for shapes or dtypes that do not belong together."""
-    if gate_up.ndim != 4 or gate_up.shape[1] != 2:
+    if len(gate_up.shape) != 4 or gate_up.shape[1] != 2:
         raise ValueError(f"gate_up must be [X, 2, M, D]; got {list(gate_up.shape)}")
     X, _, M, D = gate_up.shape
     if x.ndim < 1 or x.shape[-1] != D or down.shape != (X, D, M):
@@ -90,9 +110,14 @@ def _check(x: Any, gate_up: Any, down: Any, chosen: Any, weights: Any) -> None:
             f"chosen and weights must be [*T, k] for x {list(x.shape)}; got {list(chosen.shape)} and "
             f"{list(weights.shape)}"
         )
-    if not x.dtype == gate_up.dtype == down.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+    few = [weight for weight in (gate_up, down) if isinstance(weight, FewBits)]
+    for weight in few:
+        weight.check()
+    dtypes = [x.dtype, *(weight.dtype for weight in (gate_up, down) if not isinstance(weight, FewBits))]
+    if len(set(dtypes)) > 1 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
-            f"x, gate_up and down must be floating, and of one dtype; got {x.dtype}, {gate_up.dtype} and {down.dtype}"
+            "x, gate_up and down must be floating, and of one dtype where they are not in few bits; got "
+            + ", ".join(map(str, dtypes))
         )
     if chosen.dtype != jnp.int32 or weights.dtype != jnp.float32:
         raise ValueError(f"chosen must be int32 and weights float32; got {chosen.dtype} and {weights.dtype}")

@@ -1,13 +1,14 @@
 """``python -m pallas_kernels.experts.bench``: check the routed experts, and time them beside a copy.
 
 Routing is of random tokens by a random router; each call of a program has tokens of its own. Bytes are those of the
-experts that a call touches. `--tune` times each product by itself under many tiles.
+experts that a call touches, as they are stored. `--tune` times each product by itself under many tiles.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,12 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_kernels.experts import Implementation, experts, mosaic, triton
+from pallas_kernels.experts import FewBits, Implementation, experts, mosaic, triton
 from pallas_kernels.experts.config import MANY_ROWS, Config, Tile, default_config, fitted
 from pallas_kernels.experts.sort import MOST_ROWS
 from pallas_kernels.lib import timing
+from pallas_kernels.quantized_product.layout import PLACES
 
-MODELS = {"35b": (256, 512, 2048), "122b": (256, 1024, 3072), "122b-tp4": (256, 256, 3072)}  # X, M, D
+MODELS = {  # X, M, D
+    "35b": (256, 512, 2048),
+    "122b": (256, 1024, 3072),
+    "122b-tp2": (256, 512, 3072),
+    "122b-tp4": (256, 256, 3072),
+}
+KINDS = ("bf16", "fp8", "int4", "zeros")  # the last has 4 bits and zero points
+GROUP = 128  # inputs that share a scale
 CHOSEN = 8
 FEW_TILES = [  # rows, depth, steps in flight, warps
     Tile(*numbers)
@@ -38,6 +47,14 @@ WIDE_TILES = [
         (256, 32, 3, 8), (256, 64, 3, 8),
     )
 ]  # fmt: skip
+FEW_BITS_TILES = [
+    Tile(*numbers)
+    for numbers in itertools.product((32, 64, 128), (64, 128), (3, 4, 6, 8), (4,))
+    if numbers[0] * numbers[1] < 128 * 128 or numbers[2] < 8
+]
+WIDE_FEW_BITS_TILES = [Tile(*numbers) for numbers in itertools.product((64, 128), (64, 128), (2, 3, 4), (4, 8))]
+Weight = Array | FewBits
+IN_FEW_BITS: tuple[Implementation, ...] = ("triton",)
 
 
 class Case(NamedTuple):
@@ -50,8 +67,8 @@ class Case(NamedTuple):
         calls: (x, chosen, weights) of each call.
     """
 
-    gate_up: Array
-    down: Array
+    gate_up: Weight
+    down: Weight
     hidden: Array
     calls: list[tuple[Array, Array, Array]]
 
@@ -79,15 +96,31 @@ def route(x: Array, router: Array) -> tuple[Array, Array]:
     return chosen.astype(jnp.int32), best / jnp.sum(best, axis=-1, keepdims=True)
 
 
-def weights_of(model: str) -> tuple[Array, Array, Array]:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def few_bits(key: Array, shape: tuple[int, ...], kind: str) -> FewBits:
+    """A random weight whose products have a deviation of about 1."""
+    keys = jax.random.split(key, 3)
+    of_groups = (*shape[:-1], shape[-1] // GROUP)
+    scales = jax.random.uniform(keys[0], of_groups, jnp.float32, 0.5, 1.5) * shape[-1] ** -0.5 / 4
+    if kind == "fp8":
+        values = (jax.random.normal(keys[1], shape, jnp.bfloat16) * 4).astype(jnp.float8_e4m3fn)
+        return FewBits(values, scales.astype(jnp.bfloat16))
+    words = jax.random.bits(keys[1], (*shape[:-1], shape[-1] // PLACES), jnp.uint16)
+    points = jax.random.randint(keys[2], of_groups, 1, 17, jnp.int32).astype(jnp.uint8)
+    return FewBits(words, scales.astype(jnp.float16), points if kind == "zeros" else None)
+
+
+def weights_of(model: str, kind: str) -> tuple[Weight, Weight, Array]:
     """Weights of gate and up, of down, and of the router."""
     X, M, D = MODELS[model]
     keys = jax.random.split(jax.random.key(0), 3)
-    gate_up, down = normal(keys[0], (X, 2, M, D), D**-0.5), normal(keys[1], (X, D, M), M**-0.5)
-    return gate_up, down, normal(keys[2], (X, D), D**-0.5)
+    router = normal(keys[2], (X, D), D**-0.5)
+    if kind != "bf16":
+        return few_bits(keys[0], (X, 2, M, D), kind), few_bits(keys[1], (X, D, M), kind), router
+    return normal(keys[0], (X, 2, M, D), D**-0.5), normal(keys[1], (X, D, M), M**-0.5), router
 
 
-def case_of(weights: tuple[Array, Array, Array], tokens: int) -> Case:
+def case_of(weights: tuple[Weight, Weight, Array], tokens: int) -> Case:
     gate_up, down, router = weights
     calls = 16 if tokens == 1 else (8 if tokens <= 256 else 2)
     xs = [normal(key, (tokens, gate_up.shape[-1]), 1.0) for key in jax.random.split(jax.random.key(tokens), calls)]
@@ -113,7 +146,7 @@ Run = Callable[..., Any]  # takes weights, hidden units, and (x, chosen, weights
 def whole(implementation: Implementation) -> Run:
     """A call of the operation."""
 
-    def run(gate_up: Array, down: Array, hidden: Array, x: Array, chosen: Array, weights: Array) -> Array:
+    def run(gate_up: Weight, down: Weight, hidden: Array, x: Array, chosen: Array, weights: Array) -> Array:
         del hidden
         return experts(x, gate_up, down, chosen, weights, implementation=implementation)
 
@@ -123,7 +156,7 @@ def whole(implementation: Implementation) -> Run:
 def whole_mosaic(config: mosaic.Config) -> Run:
     """A call of the Mosaic kernels with other tiles."""
 
-    def run(gate_up: Array, down: Array, hidden: Array, x: Array, chosen: Array, weights: Array) -> Array:
+    def run(gate_up: Weight, down: Weight, hidden: Array, x: Array, chosen: Array, weights: Array) -> Array:
         del hidden
         return mosaic.experts(x, gate_up, down, chosen, weights, config=config)
 
@@ -134,8 +167,8 @@ def one_step(step: str, config: Config) -> Run:
     """One of Triton's kernels by itself, after the sorting."""
 
     @jax.jit
-    def run(gate_up: Array, down: Array, hidden: Array, x: Array, chosen: Array, weights: Array) -> Any:
-        work = triton.plan(chosen, len(down), config, interpret=False)
+    def run(gate_up: Weight, down: Weight, hidden: Array, x: Array, chosen: Array, weights: Array) -> Any:
+        work = triton.plan(chosen, down.shape[0], config, interpret=False)
         if step == "sort":
             return work.operands
         if step == "gate_up":
@@ -146,25 +179,26 @@ def one_step(step: str, config: Config) -> Run:
     return run
 
 
-def variants(tokens: int, model: str, args: argparse.Namespace) -> Iterator[tuple[str, str, Run]]:
+def variants(tokens: int, case: Case, args: argparse.Namespace) -> Iterator[tuple[str, str, Run]]:
     """What is timed for a number of tokens: the step, the configuration in words, the function."""
-    X, M, D = MODELS[model]
-    default = default_config(tokens, CHOSEN, X, M, D)
-    for implementation in args.implementations:
+    weights = case.gate_up, case.down
+    default, is_wide = default_config(tokens, CHOSEN, *weights), not isinstance(case.gate_up, FewBits)
+    for implementation in args.implementations if is_wide else IN_FEW_BITS:
         yield "experts", implementation, whole(implementation)
     if not args.tune:
         return
     for rows in args.rows or [default.tokens]:
-        for tile in WIDE_TILES if rows >= 64 else FEW_TILES:
-            config = fitted(Config(rows, tile, tile), M, D)
+        tiles = (FEW_TILES, WIDE_TILES) if is_wide else (FEW_BITS_TILES, WIDE_FEW_BITS_TILES)
+        for tile in tiles[rows >= 64]:
+            config = fitted(Config(rows, tile, tile), *weights)
             for step, words in (("gate_up", config.gate_up), ("down", config.down)):
                 yield step, f"{rows}: {'x'.join(map(str, words))}", one_step(step, config)
     if tokens > 16:
         yield "sort", "", one_step("sort", default)
-    if "mosaic" in args.implementations and default.tokens == MOST_ROWS:
-        for tiles in mosaic_tiles(M, D):
-            cut = " ".join(f"{tile.rows}x{tile.columns}x{tile.step}" for tile in tiles)
-            yield "experts", f"mosaic {cut}", whole_mosaic(tiles)
+    if "mosaic" in args.implementations and default.tokens == MOST_ROWS and is_wide:
+        for cuts in mosaic_tiles(*case.gate_up.shape[2:]):
+            cut = " ".join(f"{tile.rows}x{tile.columns}x{tile.step}" for tile in cuts)
+            yield "experts", f"mosaic {cut}", whole_mosaic(cuts)
 
 
 def mosaic_tiles(width: int, inputs: int) -> Iterator[mosaic.Config]:
@@ -182,10 +216,19 @@ def kernels(compiled: Any) -> int:
     return len(re.findall(r" (?:fusion|custom-call|sort|scatter|gather|reduce|copy|dot|while)\(", entry))
 
 
-def measure(model: str, tokens: int, weights: Any, copy: float, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows of one model and number of tokens."""
+def bytes_of(weight: Weight) -> int:
+    """Bytes of the matrices of an expert, with their scales and zero points."""
+    return sum(part.nbytes for part in jax.tree.leaves(weight)) // weight.shape[0]
+
+
+def measure(
+    model: str, kind: str, tokens: int, weights: Any, copy: float, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Rows of one model, kind of weights and number of tokens."""
     case, (_, M, D) = case_of(weights, tokens), MODELS[model]
-    runs = {(step, words): run for step, words, run in variants(tokens, model, args)}
+    runs = {(step, words): run for step, words, run in variants(tokens, case, args)}
+    read = {"gate_up": bytes_of(case.gate_up), "down": bytes_of(case.down), "sort": 0}  # of each expert, by the step
+    read["experts"] = read["gate_up"] + read["down"]
 
     def lower(run: Run) -> Any:
         def program(case: Case) -> Any:
@@ -196,8 +239,8 @@ def measure(model: str, tokens: int, weights: Any, copy: float, args: argparse.N
     shares = {"experts": 3, "gate_up": 2, "down": 1, "sort": 0}  # matrices of M D that a step reads of each expert
     lowered: dict[Any, Callable[[], Any]] = {key: functools.partial(lower, run) for key, run in runs.items()}
     for (step, words), program in timing.compile_all(lowered).items():
-        row: dict[str, Any] = {"model": model, "tokens": tokens, "touched": round(case.touched, 1), "step": step}
-        row["config"] = words
+        row: dict[str, Any] = {"model": model, "kind": kind, "tokens": tokens, "touched": round(case.touched, 1)}
+        row |= {"step": step, "config": words}
         if isinstance(program, str):
             print(*row.values(), program, flush=True)
             continue
@@ -207,7 +250,7 @@ def measure(model: str, tokens: int, weights: Any, copy: float, args: argparse.N
             print(*row.values(), str(error).splitlines()[0][:150], flush=True)
             continue
         numbers = shares[step] * M * D
-        rate = 2 * case.touched * numbers / seconds
+        rate = case.touched * read[step] / seconds
         row |= {"us": round(seconds * 1e6, 1), "GB/s": round(rate / 1e9), "of a copy": round(rate / copy, 3)}
         row |= {"TFLOP/s": round(2e-12 * case.rows * numbers / seconds, 1)}
         row["kernels"] = round(kernels(program) / len(case.calls), 1)
@@ -224,10 +267,10 @@ def dense(model: str, pairs: int) -> dict[str, Any]:
     return {"model": model, "pairs": pairs, "dense TFLOP/s": round(4e-12 * pairs * M * D / seconds, 1)}
 
 
-def check(model: str, weights: Any, args: argparse.Namespace) -> None:
+def check(model: str, kind: str, weights: Any, args: argparse.Namespace) -> None:
     """Print errors against plain JAX, and of many tokens against the last of them alone."""
     gate_up, down, router = weights
-    for implementation in args.implementations:
+    for implementation in args.implementations if kind == "bf16" else IN_FEW_BITS:
         for tokens in (1, 5, 16, 17, 32, 64, 300, 1024, 4096):
             x = normal(jax.random.key(tokens), (tokens, gate_up.shape[-1]), 1.0)
             chosen, scales = route(x, router)
@@ -236,13 +279,13 @@ def check(model: str, weights: Any, args: argparse.Namespace) -> None:
             try:
                 out = experts(*call, implementation=implementation)
             except NotImplementedError as refusal:
-                print(f"check {model} {implementation} {tokens}: {refusal}", flush=True)
+                print(f"check {model} {kind} {implementation} {tokens}: {refusal}", flush=True)
                 continue
             wanted = jax.jit(functools.partial(experts, implementation="reference"))(*call)
             few = [x[-16:], gate_up, down, chosen[-16:], scales[-16:]]
             alone = experts(*few, implementation=implementation)
             print(
-                f"check {model} {implementation} {tokens}: error {error(out, wanted):.1e}, "
+                f"check {model} {kind} {implementation} {tokens}: error {error(out, wanted):.1e}, "
                 f"last alone {error(alone, out[-16:]):.1e}, bits differ {float(jnp.mean(alone != out[-16:])):.4f}",
                 flush=True,
             )
@@ -257,8 +300,9 @@ def error(out: Array, wanted: Array) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["35b", "122b"], choices=list(MODELS))
+    parser.add_argument("--kinds", nargs="+", default=["bf16"], choices=KINDS, help="of the weights")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64, 256, 8192])
-    parser.add_argument("--implementations", nargs="+", default=["triton"], help="timed whole, and checked")
+    parser.add_argument("--implementations", nargs="+", default=["triton"], help="of 16 bits, timed whole")
     parser.add_argument("--tune", action="store_true", help="time the products by themselves under many tiles")
     parser.add_argument("--rows", nargs="+", type=int, help="of a block, for --tune; else what a call would have")
     parser.add_argument("--budget", type=float, default=0.02, help="seconds of each of five series")
@@ -269,12 +313,13 @@ def main() -> None:
     copy = timing.copy_bandwidth()
     print(f"copy {copy / 1e9:.0f} GB/s", flush=True)
     for model in args.models:
-        weights = weights_of(model)
-        if not args.no_check:
-            check(model, weights, args)
-        for tokens in args.tokens:
-            rows += measure(model, tokens, weights, copy, args)
-        del weights
+        for kind in args.kinds:
+            weights = weights_of(model, kind)
+            if not args.no_check:
+                check(model, kind, weights, args)
+            for tokens in args.tokens:
+                rows += measure(model, kind, tokens, weights, copy, args)
+            del weights
         print(dense(model, CHOSEN * max(args.tokens)), flush=True)
     timing.save(args.json, rows, copy_bandwidth=round(copy / 1e9))
     print(timing.table(rows))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 from pallas_kernels import _compat
 from pallas_kernels.experts.sort import rows_of
 from pallas_kernels.lib.measured import MAX_STREAM_TOKENS
+from pallas_kernels.quantized_product.layout import LONGEST, FewBits, span_of_group
 
 MANY_ROWS = 64  # of a block, from which on parts are rounded: else they would be a third of the time
 _HOPPER_BYTES, _OTHER_BYTES = 224 * 1024, 96 * 1024  # of shared memory that a program may have; sm_86 and sm_89 least
@@ -42,42 +44,86 @@ class Config(NamedTuple):
     down: Tile
 
 
-def default_config(tokens: int, k: int, experts: int, width: int, inputs: int) -> Config:
-    """The configuration of a call, `fitted` to nothing yet.
+def default_config(tokens: int, k: int, gate_up: Any, down: Any) -> Config:
+    """The configuration of a call with weights [X, 2, M, D] and [X, D, M], `fitted` to nothing yet.
 
     Few rows of the weight are for few experts, so that there are programs enough for all multiprocessors: the down
     product of one token of 35B takes 11.0 us with 32 rows and 16.4 with 64.
     """
+    experts, _, width, inputs = gate_up.shape
     rows = MAX_STREAM_TOKENS if tokens <= MAX_STREAM_TOKENS else rows_of(tokens * k, experts, MAX_STREAM_TOKENS)
-    if rows >= MANY_ROWS:
-        return Config(rows, Tile(128, 64, 3, 8), Tile(128, 64, 4, 8))
     touched = min(tokens * k, experts)
-    gate_up = 64 if touched * width >= 64 * _compat.sm_count() else 32
-    down = Tile(64, 128, 4) if touched * inputs >= 256 * _compat.sm_count() else Tile(32, 64, 6)
-    return Config(rows, Tile(gate_up, 128, 4), down)
+    return Config(
+        rows,
+        _few_bits_tile(gate_up, rows, touched * width, 2)
+        if isinstance(gate_up, FewBits)
+        else _gate_up_tile(rows, touched * width),
+        _few_bits_tile(down, rows, touched * inputs, 1)
+        if isinstance(down, FewBits)
+        else _down_tile(rows, touched * inputs),
+    )
 
 
-def fitted(config: Config, width: int, inputs: int) -> Config:
+def _gate_up_tile(rows: int, outputs: int) -> Tile:
+    if rows >= MANY_ROWS:
+        return Tile(128, 64, 3, 8)
+    return Tile(64 if outputs >= 64 * _compat.sm_count() else 32, 128, 4)
+
+
+def _down_tile(rows: int, outputs: int) -> Tile:
+    if rows >= MANY_ROWS:
+        return Tile(128, 64, 4, 8)
+    return Tile(64, 128, 4) if outputs >= 256 * _compat.sm_count() else Tile(32, 64, 6)
+
+
+def _few_bits_tile(weight: FewBits, rows: int, outputs: int, parts: int) -> Tile:
+    """A tile for a weight in few bits; not measured yet.
+
+    Its numbers are widened in registers, so a step of e4m3, which takes twice the registers of 4 bits, is half as long;
+    its bytes are few, so more steps are in flight.
+    """
+    depth = LONGEST if weight.is_packed else LONGEST // 2
+    if rows >= MANY_ROWS:
+        return Tile(128 // parts, depth, 3, 8)
+    is_full = outputs >= 128 // parts * _compat.sm_count()
+    return Tile(64 if is_full else 32, depth, 6)
+
+
+def fitted(config: Config, gate_up: Any, down: Any) -> Config:
     """The configuration with tiles that divide the weights, and steps that the GPU's shared memory holds.
 
     Args:
         config: wanted.
-        width: M, of an expert.
-        inputs: D, of a token.
+        gate_up: [X, 2, M, D].
+        down: [X, D, M].
     """
     return config._replace(
-        gate_up=_fitted(config.gate_up, width, inputs, 2, config.tokens),
-        down=_fitted(config.down, inputs, width, 1, config.tokens),
+        gate_up=_fitted(config.gate_up, gate_up, 2, config.tokens),
+        down=_fitted(config.down, down, 1, config.tokens),
     )
 
 
-def _fitted(tile: Tile, rows: int, depth: int, parts: int, tokens: int) -> Tile:
-    tile = tile._replace(rows=_power_of_two_in(rows, tile.rows), depth=_power_of_two_in(depth, tile.depth))
-    step = 2 * tile.depth * (parts * tile.rows + tokens)  # bytes
+def _fitted(tile: Tile, weight: Any, parts: int, tokens: int) -> Tile:
+    *_, rows, inputs = weight.shape
+    if not isinstance(weight, FewBits):
+        depth = _power_of_two_in(inputs, tile.depth)
+    elif weight.is_packed:
+        depth = span_of_group(weight.group)
+    else:
+        depth = math.gcd(weight.group, tile.depth)
+    tile = tile._replace(rows=_power_of_two_in(rows, tile.rows), depth=depth)
+    step = depth * parts * tile.rows * _bits(weight) // 8 + 2 * depth * tokens  # bytes
     capability = _compat.compute_capability()
     is_large = capability is None or capability >= (9, 0)
     stages = (_HOPPER_BYTES if is_large else _OTHER_BYTES) // step
     return tile._replace(num_stages=max(1, min(tile.num_stages, stages)))
+
+
+def _bits(weight: Any) -> int:
+    """Bits of a number."""
+    if not isinstance(weight, FewBits):
+        return 16
+    return 4 if weight.is_packed else 8
 
 
 def _power_of_two_in(size: int, most: int) -> int:

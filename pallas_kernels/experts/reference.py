@@ -6,6 +6,8 @@ bounded by a block's. Gradients are exact, but each block adds to a gradient as 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,14 +15,16 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
 from pallas_kernels.experts.sort import rows_of, sort
+from pallas_kernels.quantized_product.layout import FewBits
+from pallas_kernels.quantized_product.reference import widened
 
 MIN_ROWS = 2  # of a block; for a single row XLA's CPUs would widen the weight in memory first
 
 
 def experts(
     x: Float[Array, "*T D"],
-    gate_up: Float[Array, "X 2 M D"],
-    down: Float[Array, "X D M"],
+    gate_up: Float[Array, "X 2 M D"] | FewBits,
+    down: Float[Array, "X D M"] | FewBits,
     chosen: Int[Array, "*T k"],
     weights: Float[Array, "*T k"],
 ) -> Float[Array, "*T D"]:
@@ -36,10 +40,10 @@ def experts(
     pairs, *blocks = sort(chosen, X, rows)
 
     @jax.checkpoint  # or the loop would keep each block's weights for the gradient
-    def block(x_rows: Array, gate_up: Array, down: Array, scales: Array, expert: Array, pair: Array) -> Array:
+    def block(x_rows: Array, gate_up: Any, down: Any, scales: Array, expert: Array, pair: Array) -> Array:
         def products() -> Array:
-            hidden = _hidden(x_rows[pair // k], lax.dynamic_index_in_dim(gate_up, expert, keepdims=False))
-            out = _product(hidden, lax.dynamic_index_in_dim(down, expert, keepdims=False))
+            hidden = _hidden(x_rows[pair // k], _of_expert(gate_up, expert))
+            out = _product(hidden, _of_expert(down, expert))
             return out * scales[pair, None].astype(jnp.float32)
 
         return lax.cond(expert >= 0, products, lambda: nothing)
@@ -55,11 +59,21 @@ def experts(
     return total.astype(x.dtype).reshape(x.shape)
 
 
+def _of_expert(weight: Array | FewBits, expert: Array) -> Array:
+    """One expert's matrix; one in few bits is widened to float32, which is exact where its scales have 16 bits."""
+    mine = jax.tree.map(lambda part: lax.dynamic_index_in_dim(part, expert, keepdims=False), weight)
+    if not isinstance(mine, FewBits):
+        return mine
+    matrix = jax.tree.map(lambda part: part.reshape(-1, part.shape[-1]), mine)
+    return widened(*matrix).reshape(mine.shape)
+
+
 def _hidden(x: Float[Array, "R D"], gate_up: Float[Array, "2 M D"]) -> Float[Array, "R M"]:
     gate, up = (_product(x, weight).astype(x.dtype).astype(jnp.float32) for weight in gate_up)
     return (jax.nn.silu(gate) * up).astype(x.dtype)
 
 
 def _product(x: Float[Array, "R D"], weight: Float[Array, "O D"]) -> Float[Array, "R O"]:
+    x = x.astype(weight.dtype)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)

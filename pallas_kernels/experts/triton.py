@@ -22,6 +22,9 @@ from pallas_kernels import _compat
 from pallas_kernels.experts.config import MANY_ROWS, Config, Tile, default_config, fitted
 from pallas_kernels.experts.triton_sort import sort
 from pallas_kernels.lib.measured import MAX_STREAM_TOKENS, tokens_of
+from pallas_kernels.quantized_product import tiles
+from pallas_kernels.quantized_product.layout import FewBits
+from pallas_kernels.quantized_product.tiles import group_refusal, size_refusal
 
 LEAST = 16  # rows and inputs of a tile: the least that the MMA takes
 
@@ -56,7 +59,10 @@ class Rows(NamedTuple):
 
 def refusal(x: Any, gate_up: Any, down: Any, chosen: Any) -> str | None:
     """Say why the Triton backend cannot do this call, or None."""
-    del down, chosen
+    del chosen
+    few = [weight for weight in (gate_up, down) if isinstance(weight, FewBits)]
+    if few and x.dtype != jnp.bfloat16:
+        return f"The Triton experts in few bits take bf16; this is {x.dtype}."
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"The Triton experts take bf16 and f16; these are {x.dtype}."
     if any(size % LEAST for size in gate_up.shape[2:]):
@@ -64,14 +70,17 @@ def refusal(x: Any, gate_up: Any, down: Any, chosen: Any) -> str | None:
             f"The Triton experts need widths that {LEAST} divides; these are {gate_up.shape[3]} (of tokens) and "
             f"{gate_up.shape[2]} (of experts)."
         )
+    for weight in few:
+        if reason := group_refusal(weight.group) or size_refusal(weight.values):
+            return reason
     return None
 
 
 @functools.partial(jax.jit, static_argnames=("config", "interpret"))
 def experts(
     x: Float[Array, "*T D"],
-    gate_up: Float[Array, "X 2 M D"],
-    down: Float[Array, "X D M"],
+    gate_up: Float[Array, "X 2 M D"] | FewBits,
+    down: Float[Array, "X D M"] | FewBits,
     chosen: Int[Array, "*T k"],
     weights: Float[Array, "*T k"],
     *,
@@ -81,11 +90,11 @@ def experts(
     """See ``pallas_kernels.experts``; it sums over a token's experts in the order in which they stand in ``chosen``."""
     if reason := refusal(x, gate_up, down, chosen):
         raise NotImplementedError(reason)
-    (X, _, M, D), k = gate_up.shape, chosen.shape[-1]
+    (X, _, _, D), k = gate_up.shape, chosen.shape[-1]
     tokens = tokens_of(x)
     if tokens * k == 0:
         return jnp.zeros_like(x)
-    config = fitted(config or default_config(tokens, k, X, M, D), M, D)
+    config = fitted(config or default_config(tokens, k, gate_up, down), gate_up, down)
     operands = (x.reshape(-1, D), gate_up, down, chosen.reshape(-1, k), weights.reshape(-1, k))
     x_rows, gate_up, down, chosen, scales = _compat.vary_alike(*operands)
     work = plan(chosen, X, config, interpret=interpret)
@@ -105,25 +114,31 @@ def plan(chosen: Int[Array, "T k"], experts: int, config: Config, *, interpret: 
 
 
 def gate_up_product(
-    x: Float[Array, "T D"], gate_up: Float[Array, "X 2 M D"], work: Work, k: int, tile: Tile, *, interpret: bool
+    x: Float[Array, "T D"],
+    gate_up: Float[Array, "X 2 M D"] | FewBits,
+    work: Work,
+    k: int,
+    tile: Tile,
+    *,
+    interpret: bool,
 ) -> Float[Array, "P M"]:
     """Hidden units of each pair; those of skipped pairs are not written."""
-    X, _, M, D = gate_up.shape
+    X, _, M, _ = gate_up.shape
     [hidden] = _compat.triton_call(
-        functools.partial(_gate_up, find=work.find, tile=tile, k=k, units=M),
+        functools.partial(_gate_up, find=work.find, tile=tile, k=k, sizes=(X, M), is_plain=interpret),
         grid=(work.blocks * (M // tile.rows),),
         out_shape=[_compat.out_like((len(x) * k, M), x.dtype, x)],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=interpret,
         name="experts_gate_up",
-    )(work.operands, x, gate_up.reshape(2 * X * M, D))
+    )(work.operands, x, _matrix(gate_up))
     return hidden
 
 
 def down_product(
     hidden: Float[Array, "P M"],
-    down: Float[Array, "X D M"],
+    down: Float[Array, "X D M"] | FewBits,
     weights: Float[Array, "T k"],
     work: Work,
     tile: Tile,
@@ -132,16 +147,16 @@ def down_product(
     interpret: bool,
 ) -> Float[Array, "T k D"]:
     """Weighted outputs of each pair; those of skipped pairs are not written."""
-    X, D, M = down.shape
+    X, D, _ = down.shape
     [parts] = _compat.triton_call(
-        functools.partial(_down, find=work.find, tile=tile, width=D),
+        functools.partial(_down, find=work.find, tile=tile, sizes=(X, D), is_plain=interpret),
         grid=(work.blocks * (D // tile.rows),),
         out_shape=[_compat.out_like((weights.size, D), dtype, hidden)],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=interpret,
         name="experts_down",
-    )(work.operands, hidden, down.reshape(X * D, M), weights.reshape(-1))
+    )(work.operands, hidden, _matrix(down), weights.reshape(-1))
     return parts.reshape(*weights.shape, D)
 
 
@@ -155,34 +170,42 @@ def summed(parts: Float[Array, "T k D"], chosen: Int[Array, "T k"], experts: int
     return functools.reduce(jnp.add, terms)
 
 
+def _matrix(weight: Array | FewBits) -> Any:
+    """A stack of matrices, or its parts, as one matrix with all rows."""
+    return jax.tree.map(lambda part: part.reshape(-1, part.shape[-1]), weight)
+
+
 def _gate_up(
-    operands: Any, x: Any, weight: Any, hidden: Any, *, find: Callable[..., Rows], tile: Tile, k: int, units: int
-) -> None:
+    operands: Any, x: Any, weight: Any, hidden: Any, *,
+    find: Callable[..., Rows], tile: Tile, k: int, sizes: tuple[int, int], is_plain: bool,
+) -> None:  # fmt: skip
     """One program: some hidden units of the rows of a block."""
+    experts, units = sizes
     block, part = _place(units // tile.rows)
     rows = find(operands, block)
 
-    @pl.when((rows.expert >= 0) & (rows.expert < weight.shape[0] // (2 * units)))
+    @pl.when((rows.expert >= 0) & (rows.expert < experts))
     def _() -> None:
         unit = part * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
         gate = 2 * units * rows.expert + unit
-        sums = _products(x, rows.pair // k, rows.exists, weight, [gate, gate + units], tile.depth)
+        sums = _products(x, rows.pair // k, rows.exists, weight, [gate, gate + units], tile.depth, is_plain)
         opened, up = (product.astype(hidden.dtype).astype(jnp.float32) for product in sums)
         _store(opened / (1 + jnp.exp(-opened)) * up, hidden, rows, unit)
 
 
 def _down(
     operands: Any, hidden: Any, weight: Any, weights: Any, parts: Any, *,
-    find: Callable[..., Rows], tile: Tile, width: int,
+    find: Callable[..., Rows], tile: Tile, sizes: tuple[int, int], is_plain: bool,
 ) -> None:  # fmt: skip
     """One program: some outputs of the rows of a block."""
+    experts, width = sizes
     block, part = _place(width // tile.rows)
     rows = find(operands, block)
 
-    @pl.when((rows.expert >= 0) & (rows.expert < weight.shape[0] // width))
+    @pl.when((rows.expert >= 0) & (rows.expert < experts))
     def _() -> None:
         column = part * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
-        [sums] = _products(hidden, rows.pair, rows.exists, weight, [width * rows.expert + column], tile.depth)
+        [sums] = _products(hidden, rows.pair, rows.exists, weight, [width * rows.expert + column], tile.depth, is_plain)
         scale = pltriton.load(weights.at[rows.pair], mask=rows.exists, other=0.0)
         _store(sums * scale[None, :], parts, rows, column)
 
@@ -216,24 +239,23 @@ def _rows_of_list(operands: Any, block: Any, *, rows: int) -> Rows:
     return Rows(experts[block], pltriton.load(pairs.at[place], mask=exists, other=pairs.shape[0]), exists)
 
 
-def _products(x: Any, row: Any, exists: Any, weight: Any, outputs: list[jax.Array], depth: int) -> list[jax.Array]:
+def _products(
+    x: Any, row: Any, exists: Any, weight: Any, outputs: list[jax.Array], depth: int, is_plain: bool
+) -> list[jax.Array]:
     """The product of each set of rows of the weight with some rows of x, float32 [row of the weight, row of x]."""
+    steps = x.shape[1] // depth
+    if isinstance(weight, FewBits):
+        return tiles.products(x, row, exists, weight, outputs, (0, steps, depth), is_plain)
 
     def step(i: Any, sums: Any) -> Any:
         column = (i * depth + jnp.arange(depth, dtype=jnp.int32))[None, :]
         inputs = pltriton.load(x.at[row[:, None], column], mask=exists[:, None], other=0.0).T
-        tiles = [_weight_tile(weight, output, column) for output in outputs]
-        return [total + pltriton.dot(tile, inputs) for total, tile in zip(sums, tiles, strict=True)]
+        parts = [pltriton.load(weight.at[output[:, None], column]) for output in outputs]
+        return [total + pltriton.dot(part, inputs) for total, part in zip(sums, parts, strict=True)]
 
     zeros = [jnp.zeros((len(output), len(row)), jnp.float32) for output in outputs]
-    sums: list[jax.Array] = lax.fori_loop(0, x.shape[1] // depth, step, zeros)
+    sums: list[jax.Array] = lax.fori_loop(0, steps, step, zeros)
     return sums
-
-
-def _weight_tile(weight: Any, row: jax.Array, column: jax.Array) -> jax.Array:
-    """A tile of a weight, as it is multiplied: the one place that knows how weights are stored."""
-    tile: jax.Array = pltriton.load(weight.at[row[:, None], column])
-    return tile
 
 
 def _store(values: jax.Array, out: Any, rows: Rows, column: jax.Array) -> None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from pallas_kernels import _compat
 from pallas_kernels.add_norm import ADD_NORM
 from pallas_kernels.all_reduce import ALL_REDUCE, ALL_REDUCE_ADD_NORM
-from pallas_kernels.experts import EXPERTS
+from pallas_kernels.experts import EXPERTS, FP8_EXPERTS, INT4_EXPERTS, FewBits
 from pallas_kernels.gated_delta import FOLD, PREFILL, VERIFY, Kept, Weights
 from pallas_kernels.largest_product import LARGEST_PRODUCT
 from pallas_kernels.paged_attention import PAGED_ATTENTION
@@ -100,6 +100,8 @@ OPERATIONS = {  # by their name in the table; those of one name must choose alik
     "write_attend": [WRITE_ATTEND],
     "gated_delta": [VERIFY, FOLD],
     "experts": [EXPERTS],
+    "int4_experts": [INT4_EXPERTS],
+    "fp8_experts": [FP8_EXPERTS],
     "gated_delta_prefill": [PREFILL],
     "int4_product": [INT4_PRODUCT],
     "fp8_product": [FP8_PRODUCT],
@@ -167,6 +169,10 @@ def calls() -> Iterator[tuple[str, str, list[tuple[Any, ...]]]]:
         yield "gated_delta_prefill", _name(dtype), layers
     for dtype, sizes in itertools.product((BF16, F16, F32, E4M3), ((256, 512, 2048), (256, 64, 3072), (8, 24, 64))):
         yield "experts", f"{_name(dtype)} {sizes}", [_experts(dtype, t, *sizes) for t in TOKENS]
+    for dtype, sizes in itertools.product((BF16, F16), ((256, 512, 2048), (256, 64, 3072), (8, 32, 96))):
+        for name, packed in (("int4_experts", True), ("fp8_experts", False)):
+            of = f"{_name(dtype)} {sizes}"
+            yield name, of, [_experts_in_few_bits(dtype, t, *sizes, packed=packed) for t in TOKENS]
     for dtype, group in itertools.product((BF16, F16, F32), (16, 32, 128, 5120)):
         for name, values in (
             ("int4_product", shape(96, 1280, dtype=jnp.uint16)),
@@ -204,6 +210,15 @@ def _gated_delta(dtype: Any, tape: int, key_dim: int) -> tuple[Kept, Weights]:
 def _experts(dtype: Any, tokens: int, X: int, M: int, D: int) -> tuple[Any, ...]:
     weights = shape(X, 2, M, D, dtype=dtype), shape(X, D, M, dtype=dtype)
     return shape(tokens, D, dtype=dtype), *weights, shape(tokens, 8, dtype=jnp.int32)
+
+
+def _experts_in_few_bits(dtype: Any, tokens: int, X: int, M: int, D: int, *, packed: bool) -> tuple[Any, ...]:
+    def few(*size: int) -> FewBits:
+        *outputs, inputs = size
+        values = shape(*outputs, inputs // 4, dtype=jnp.uint16) if packed else shape(*size, dtype=E4M3)
+        return FewBits(values, shape(*outputs, max(1, inputs // 128)))
+
+    return shape(tokens, D, dtype=dtype), few(X, 2, M, D), few(X, D, M), shape(tokens, 8, dtype=jnp.int32)
 
 
 def _attention(B: int, heads: tuple[int, int, int], dtype: Any, S: int = 64, q: Any = BF16) -> Iterator[tuple[Any]]:

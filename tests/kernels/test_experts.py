@@ -172,7 +172,8 @@ def test_lowers(monkeypatch, capability, tokens):
     for X, M, D in (QWEN35_35B, QWEN35_122B, (256, 128, 3072)):  # the last is a shard of one
         text = cuda_lowering(lambda *a: experts(*a, implementation="triton"), *shapes(tokens, X, M, D))  # traced anew
         assert text.count("xla.gpu.triton") == (2 if tokens <= 16 else 3)
-        config = fitted(default_config(tokens, 8, X, M, D), M, D)
+        weights = shapes(tokens, X, M, D)[1:3]
+        config = fitted(default_config(tokens, 8, *weights), *weights)
         for tile, parts in ((config.gate_up, 2), (config.down, 1)):
             ring = tile.num_stages * 2 * tile.depth * (parts * tile.rows + config.tokens)
             assert tile.num_stages > 1
@@ -193,7 +194,7 @@ def shapes(tokens, X, M, D, k=8, dtype=BF16):
         ({"x": jnp.zeros((3, 8))}, r"got \[3, 8\] and"),
         ({"chosen": jnp.zeros((2, 2), jnp.int32)}, r"for x \[3, 16\]; got \[2, 2\] and \[3, 2\]"),
         ({"weights": jnp.zeros((3, 1))}, r"got \[3, 2\] and \[3, 1\]"),
-        ({"down": jnp.zeros((4, 16, 8), BF16)}, "got float32, float32 and bfloat16"),
+        ({"down": jnp.zeros((4, 16, 8), BF16)}, "got float32, float32, bfloat16"),
         ({"chosen": jnp.zeros((3, 2))}, "chosen must be int32 and weights float32; got float32 and float32"),
         ({"implementation": "cuda"}, "implementation must be 'mosaic', 'triton', 'reference' or None; got 'cuda'"),
     ],

@@ -1,0 +1,175 @@
+"""The routed experts in 4 bits and in e4m3, against the dense formula with the numbers that they stand for."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as Spec
+
+from pallas_kernels import _compat
+from pallas_kernels.experts import FewBits, experts, operation_of
+from pallas_kernels.experts.config import default_config, fitted
+from pallas_kernels.registry import Device
+from tests.kernels import test_quantized_product
+from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, error, mesh_of
+from tests.kernels.test_experts import QWEN35_35B, QWEN35_122B, expected, routed, run
+
+WIDE = "bf16"
+
+
+def stack(kind, group, shape, touched, seed):
+    """A stack of matrices of experts, NaN where none is touched, and the numbers that it stands for in float64."""
+    outputs = int(np.prod(shape[:-1]))
+    (_, *parts), wide = test_quantized_product.operands(
+        kind, group, outputs=outputs, inputs=shape[-1], tokens=(1,), seed=seed
+    )
+    values, scales, zeros = (None if part is None else part.reshape(*shape[:-1], -1) for part in parts)
+    scales = jnp.where(touched.reshape(-1, *[1] * (len(shape) - 1)), scales, jnp.nan)
+    return FewBits(values, scales, zeros), np.asarray(wide).reshape(shape)
+
+
+def narrow(tokens, k, X, M, D, kinds=("int4", "int4"), groups=(32, 32), dtype=BF16):
+    """Operands in few bits, or as they were for the kind `WIDE`, and those of the dense formula."""
+    x, *weights, chosen, scales = routed(tokens, k, X, M, D, dtype)
+    touched = np.isin(np.arange(X), chosen)
+    small, wide = [], []
+    for i, (kind, group, weight) in enumerate(zip(kinds, groups, weights, strict=True)):
+        one, numbers = (weight, weight) if kind == WIDE else stack(kind, group, weight.shape, touched, i)
+        small.append(one)
+        wide.append(numbers)
+    return (x, *small, chosen, scales), (x, *wide, chosen, scales)
+
+
+CASES = {
+    "one token": ((1,), 3, 7, 32, 64),
+    "few tokens": ((7,), 3, 5, 96, 128),
+    "sorted": ((3, 7), 4, 9, 32, 64),
+    "all on one expert, in blocks": ((70,), 1, 1, 32, 64),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "kinds", "groups"),
+    [
+        ("one token", ("int4", "zeros"), (64, 32)),
+        ("one token", ("fp8", "fp8"), (64, 32)),
+        ("few tokens", ("zeros", "int4"), (128, 32)),
+        ("few tokens", ("fp8", "int4"), (128, 32)),
+        ("sorted", ("fp8", WIDE), (32, None)),
+        ("sorted", (WIDE, "int4"), (None, 32)),
+        ("all on one expert, in blocks", ("fp8", "zeros"), (32, 32)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "most"), [("reference", F32, 1e-6), ("triton", BF16, 5e-3)], ids=["f32", "triton"]
+)
+def test_dense_formula(implementation, dtype, most, case, kinds, groups):
+    operands, wide = narrow(*CASES[case], kinds=kinds, groups=groups, dtype=dtype)
+    out = run(implementation)(*operands)
+    assert (out.dtype, out.shape) == (dtype, operands[0].shape)
+    assert error(out, expected(*wide)) < most
+
+
+@pytest.mark.parametrize(("tokens", "kind"), [(16, "zeros"), (24, "fp8")])
+def test_a_token_is_the_same_in_any_company(tokens, kind):
+    """Also beside tokens that are NaN, and in another order."""
+    (x, *weights, chosen, scales), _ = narrow((tokens,), 2, 4, 32, 64, kinds=(kind, kind))
+    clean = np.asarray(run("triton")(x, *weights, chosen, scales), np.float32)
+    order = np.random.default_rng(1).permutation(tokens)
+    moved = run("triton")(x[order].at[0].set(jnp.nan), *weights, chosen[order], scales[order])
+    np.testing.assert_array_equal(np.asarray(moved, np.float32)[1:], clean[order[1:]])
+    assert np.isnan(np.asarray(moved, np.float32)[0]).all()
+
+
+def shapes(kind, tokens, X, M, D, group=128, k=8):
+    struct = jax.ShapeDtypeStruct
+
+    def few(*shape):
+        values = struct(shape, E4M3) if kind == "fp8" else struct((*shape[:-1], shape[-1] // 4), jnp.uint16)
+        scales = struct((*shape[:-1], shape[-1] // group), BF16 if kind == "fp8" else jnp.float16)
+        return FewBits(values, scales, struct(scales.shape, jnp.uint8) if kind == "zeros" else None)
+
+    weights = few(X, 2, M, D), few(X, D, M)
+    return struct((tokens, D), BF16), *weights, struct((tokens, k), jnp.int32), struct((tokens, k), F32)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)], ids=str)
+@pytest.mark.parametrize("kind", ["int4", "zeros", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 16, 64, 8192])
+def test_it_lowers_and_is_picked(monkeypatch, capability, kind, tokens):
+    monkeypatch.setattr(_compat, "compute_capability", lambda: capability)
+    for X, M, D in (QWEN35_35B, QWEN35_122B, (256, 128, 3072)):  # the last is a shard of one
+        call = shapes(kind, tokens, X, M, D)
+        wanted = "reference" if kind == "fp8" and capability < (8, 9) else "triton"
+        assert operation_of(*call[1:3]).choose(call[:4], Device("cuda", capability)).name == wanted
+        config = fitted(default_config(tokens, 8, *call[1:3]), *call[1:3])
+        bits = 8 if kind == "fp8" else 4
+        for tile, parts in ((config.gate_up, 2), (config.down, 1)):
+            ring = tile.num_stages * tile.depth * (parts * tile.rows * bits // 8 + 2 * config.tokens)
+            assert tile.num_stages > 1
+            assert ring <= (227 if capability == (9, 0) else 99) * 1024
+    text = cuda_lowering(lambda *a: experts(*a, implementation="triton"), *call)
+    assert text.count("xla.gpu.triton") == (2 if tokens <= 16 else 3)
+
+
+SHARE = Spec(None, None, "tp")
+
+
+@pytest.mark.parametrize("kind", ["int4", "zeros", "fp8"])
+def test_devices_with_parts_of_the_width(kind):
+    """Values, scales and zero points of rows for gate and up, of groups of inputs for down."""
+    operands, wide = narrow((5,), 2, 4, 128, 64, kinds=(kind, kind), groups=(64, 32), dtype=F32)
+    specs = Spec(), *[jax.tree.map(lambda _: SHARE, weight) for weight in operands[1:3]], Spec(), Spec()
+
+    def share(*operands, implementation=None):
+        return jax.lax.psum(experts(*operands, implementation=implementation), "tp")
+
+    shard = jax.shard_map(share, mesh=mesh_of(4), in_specs=specs, out_specs=Spec())
+    assert error(jax.jit(shard)(*operands), expected(*wide)) < 1e-6
+    traced = jax.shard_map(
+        functools.partial(share, implementation="triton"), mesh=mesh_of(4), in_specs=specs, out_specs=Spec()
+    )
+    call = operands[0].astype(BF16), *operands[1:]
+    assert "xla.gpu.triton" in jax.jit(traced).trace(*call).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("call", "dtype", "message"),
+    [
+        (shapes("int4", 4, 4, 32, 64, group=16, k=2), BF16, "groups of a multiple of 32 inputs; these have 16"),
+        (shapes("fp8", 4, 4, 32, 64, group=32, k=2), jnp.float16, "few bits take bf16; this is float16"),
+        (shapes("fp8", 4, 512, 1024, 4096), BF16, "4.00 GiB of a weight in 8 bits with 32-bit offsets"),
+    ],
+)
+def test_triton_refuses_in_a_sentence(call, dtype, message):
+    call = (jax.ShapeDtypeStruct(call[0].shape, dtype), *call[1:])
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(functools.partial(experts, implementation="triton"), *call)
+    assert operation_of(*call[1:3]).choose(call[:4], Device("cuda", (9, 0))).name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"values": jnp.zeros((4, 2, 32, 64), jnp.int8)}, "values must be uint16, or e4m3 without zeros; got int8"),
+        ({"scales": jnp.zeros((4, 2, 32, 3))}, r"weight \[4, 2, 32, 64\], G dividing the last; got float32\[4, 2, 32"),
+        ({"zeros": jnp.zeros((4, 2, 32, 2), jnp.int8)}, r"zeros must be uint8 \[4, 2, 32, 2\]; got int8"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(change, message):
+    (x, gate_up, *rest), _ = narrow((3,), 2, 4, 32, 64)
+    with pytest.raises(ValueError, match=message):
+        experts(x, gate_up._replace(**change), *rest)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int4", "zeros", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 16, 64, 700])
+def test_kernels(kind, tokens):
+    operands, wide = narrow((tokens,), 8, 32, 256, 512, kinds=(kind, kind), groups=(128, 128))
+    assert error(run("triton")(*operands), expected(*wide)) < 6e-3
