@@ -33,7 +33,8 @@ from dflash_jax.weights.drafter import read_draft_config
 from dflash_jax.weights.folder import resolve_folders
 from dflash_jax.weights.tables import sizes
 from pallas_kernels.add_norm import ADD_NORM
-from pallas_kernels.experts import EXPERTS
+from pallas_kernels.experts import FewBits
+from pallas_kernels.experts import operation_of as experts_operation_of
 from pallas_kernels.gated_delta import FOLD, PREFILL, VERIFY, Kept, Weights
 from pallas_kernels.largest_product import LARGEST_PRODUCT
 from pallas_kernels.lib import int4_kv
@@ -51,6 +52,7 @@ from pallas_kernels.write_kv import WRITE_CONTEXT, WRITE_KV
 Struct = jax.ShapeDtypeStruct
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 GROUP = 128  # inputs that share a scale in most checkpoints
+WIDE = ("in_proj_ba", "gate")  # what most quantised checkpoints leave at 16 bits
 
 
 @dataclass(frozen=True)
@@ -129,12 +131,22 @@ class Step:
     def _experts(self, experts: Experts, D: int) -> Iterator[Call]:
         letters, X, M = sizes(self.model), experts.count, experts.width
         yield self._product("gate", X, D)
-        gate_up, down = Struct((X, 2, M, D), self.dtype), Struct((X, D, M), self.dtype)
+        gate_up, down = self._stack(X, 2, M, D), self._stack(X, D, M)
         chosen = Struct((self.batch, self.tokens, experts.per_token), jnp.int32)
-        label = f"{experts.per_token} of experts {_text(gate_up)}"
-        yield Call(EXPERTS, label, (self._rows(D), gate_up, down, chosen))
+        kind = jnp.dtype(self.dtype).name if self.bits is None else f"{self.bits} bits "
+        label = f"{experts.per_token} of experts {kind}{[X, 2, M, D]}"
+        yield Call(experts_operation_of(gate_up, down), label, (self._rows(D), gate_up, down, chosen))
         if experts.shared_width is not None:
             yield from self._mlp("shared_expert.", letters["SE"], letters["SI"], D)
+
+    def _stack(self, *shape: int) -> Struct | FewBits:
+        """The matrices of all experts."""
+        if self.bits is None:
+            return Struct(shape, self.dtype)
+        *outputs, inputs = shape
+        values: Any = Struct((*outputs, inputs // 4), jnp.uint16) if self.bits == 4 else Struct(shape, E4M3)
+        scales: Any = Struct((*outputs, max(1, inputs // GROUP)), jnp.bfloat16)
+        return FewBits(values, scales)
 
     def _attentions(self, N: int, K: int, H: int) -> Iterator[Call]:
         pages = -(-self.context // self.page_size)
@@ -175,7 +187,7 @@ class Step:
         return Call(LARGEST_PRODUCT, f"{_text(hidden)} x head {_text(head)}", (hidden, head))
 
     def _product(self, name: str, outputs: int, inputs: int) -> Call:
-        if self.bits is not None and name != "in_proj_ba":  # which most checkpoints leave at 16 bits
+        if self.bits is not None and name not in WIDE:
             values = Struct((outputs, inputs // 4), jnp.uint16) if self.bits == 4 else Struct((outputs, inputs), E4M3)
             scales = Struct((outputs, max(1, inputs // GROUP)), jnp.bfloat16)
             label = f"{_text(self._rows(inputs))} x {name} {self.bits} bits [{outputs}, {inputs}]"

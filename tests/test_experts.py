@@ -4,7 +4,6 @@ import tracemalloc
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -209,39 +208,6 @@ def test_a_missing_expert_is_named(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"'model.layers.2.mlp.experts.5.up_proj.weight' of shape \[10, 32\] is missing"
     ):
-        load_params(tmp_path, config, jnp.float32)
-
-
-def test_experts_in_fp8_are_widened(tmp_path, caplog):
-    """Published so, each apart, with a scale for each block of 128 x 128."""
-    raw = HYBRID_MOE | {
-        "text_config": HYBRID_MOE["text_config"] | {"quantization_config": {"weight_block_size": [8, 8]}}
-    }
-    config, naming = target_config(raw), Naming("model.", experts_apart=True)
-    save(tmp_path / "wide", HYBRID_MOE, naming)
-    tensors = {name: info.load() for name, info in list_tensors(tmp_path / "wide").items()}
-    wanted = load_params(tmp_path / "wide", target_config(HYBRID_MOE), jnp.float32)["layers_1"]["mlp"]["experts"]
-    for name in [name for name in tensors if ".experts." in name]:
-        rows, columns = tensors[name].shape
-        tensors[name] = (tensors[name] * 64).astype(ml_dtypes.float8_e4m3fn)
-        blocks = (-(-rows // 8), -(-columns // 8))
-        tensors[f"{name}_scale_inv"] = np.full(blocks, 1 / 64, np.float32)
-    (tmp_path / "small").mkdir()
-    save_file(tensors, tmp_path / "small" / "model.safetensors")
-    held = load_params(tmp_path / "small", config, jnp.float32)["layers_1"]["mlp"]["experts"]
-    for name, array in held.items():
-        np.testing.assert_allclose(array, wanted[name], rtol=0.07, atol=1e-3)
-    assert "90 matrices of experts in fp8 are held in" in caplog.text
-
-
-def test_experts_in_int4_are_refused_by_name(tmp_path):
-    config = target_config(MOE)
-    tensors = random_tensors(config, seed=0)
-    name = "model.layers.2.mlp.experts.5.up_proj"
-    tensors[f"{name}.qweight"] = np.zeros((4, 10), np.int32)
-    del tensors[f"{name}.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"{name}.qweight' is packed, and '{name}.weight' must be at 16 bits"):
         load_params(tmp_path, config, jnp.float32)
 
 

@@ -23,7 +23,10 @@ from dflash_jax.weights.tables import checkpoint_table
 from pallas_kernels import _compat
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.registry import Device, Operation
+from tests.packers import AUTO_ROUND
 from tests.pairs import GOLDEN
+
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 TARGET = {  # two layers in the widths of Qwen3-8B
     "architectures": ["Qwen3ForCausalLM"],
@@ -147,6 +150,18 @@ def test_it_names_the_products_of_a_quantised_target(name, bits):
     packed = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "in_proj", "out_proj"}
     assert {weight for weight, operation in products.items() if operation == f"{bits}_product"} == packed
     assert {products["in_proj_ba"], products["head"]} == {"product", "largest_product"}
+
+
+@pytest.mark.parametrize(("quantization", "name"), [(AUTO_ROUND, "int4_experts"), (FP8_BLOCKS, "fp8_experts")])
+def test_it_names_the_experts_of_a_quantised_target(tmp_path, quantization, name):
+    raw = json.loads((GOLDEN / "q35_moe_tied" / "target" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
+    args = explain.parse_args(["--model", str(tmp_path), "--dtype", "bfloat16"])
+    calls = {call.operation.name: call for call in next(explain.steps_of(args, H100)).calls() if "xperts" in call.label}
+    assert list(calls) == [name]
+    assert calls[name].label == f"3 of experts {4 if name[0] == 'i' else 8} bits [8, 2, 24, 64]"
+    [router] = [call for call in next(explain.steps_of(args, H100)).calls() if " x gate " in call.label]
+    assert router.operation.name == "product"
 
 
 def test_it_names_the_calls_of_a_hybrid():

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from dflash_jax.weights.formats.weight import weight_of
 from dflash_jax.weights.layouts import SCALE_SUFFIXES, Matrix, Stored, dequantized
 from dflash_jax.weights.naming import Naming, naming_of
 from dflash_jax.weights.parameters import Parameter, build, output_axes, parameters_of
-from dflash_jax.weights.quantized import find_quantized, grouped, uniform
+from dflash_jax.weights.quantized import find_quantized, grouped, stacked, uniform
 from dflash_jax.weights.safetensors import TensorInfo, list_tensors
 from dflash_jax.weights.tables import IGNORED_TENSORS, checkpoint_shape, checkpoint_table, kv_scale_names
 
@@ -114,8 +115,8 @@ def load_params(
             they are stored, whatever the dtype; other tensors in fp8 are multiplied by their scales.
         place: gives the sharding of an array by its axes and shape; None leaves it on the default device.
         transpose: hold projections as CPUs want them: `Transposed`, and small ones in fp8 so, too.
-        quantize: rounds matrices that are not quantised (`layouts.rounded`, `layouts.rounded_int4`), except the gates
-            of Gated DeltaNet; None leaves them.
+        quantize: rounds matrices that are not quantised (`layouts.rounded`, `layouts.rounded_int4`), also those of
+            experts, but not the gates of Gated DeltaNet; None leaves them.
         keep_quantized: keep quantised matrices as they are stored; False widens those in fp8, for training.
 
     Returns:
@@ -132,7 +133,9 @@ def load_params(
     parameters = parameters_of(table, config)
     quantized = find_quantized(tensors, parameters, table, config, on_cpu=transpose) if keep_quantized else {}
     _check(folder, tensors, table, config, naming, quantized)
-    widened = sum(tensors[name].dtype in FP8 for p in parameters if p.is_experts for name in p.parts)
+    widened = sum(
+        tensors[name].dtype in FP8 for p in parameters if p.is_experts for name in p.parts if name not in quantized
+    )
     if widened:
         logger.warning("%s: %d matrices of experts in fp8 are held in %s: twice the bytes.", folder, widened, dtype)
 
@@ -147,7 +150,15 @@ def load_params(
             return Transposed(put(inputs_first(array, output_axes(parameter.axes)), ("D", "D")), parameter.shape)
         return put(array, parameter.axes, jnp.float32 if parameter.is_float32 else dtype)
 
+    def experts(parameter: Parameter) -> jax.Array | Weight:
+        loaders = {name: quantized[name].load for name in parameter.parts if name in quantized}
+        if not loaders and quantize is not None:
+            loaders = _rounded_experts(parameter, quantize, lambda name: _read(tensors, name, config))
+        return stacked(parameter, loaders, place) if loaders else dense(parameter)
+
     def read(parameter: Parameter) -> jax.Array | Weight:
+        if parameter.is_experts:
+            return experts(parameter)
         matrices = {name: quantized[name].load() for name in parameter.parts if name in quantized}
         if quantize is not None and parameter.is_projection and parameter.path[-1] != "in_proj_ba":
             wide = {name: _read(tensors, name, config) for name in parameter.parts if name not in quantized}
@@ -159,6 +170,21 @@ def load_params(
         return SideBySide(tuple(map(weight_of, weights)), parameter.axis, output_axes(parameter.axes))
 
     return build(parameters, read)
+
+
+def _rounded_experts(
+    parameter: Parameter, quantize: Callable[[np.ndarray], Matrix], read_tensor: Callable[[str], np.ndarray]
+) -> dict[str, Callable[[], Matrix]]:
+    """What rounds each matrix of a layer's experts, whether they are stacked in the file or apart."""
+
+    def rounded(name: str) -> Matrix:
+        return quantize(read_tensor(name))
+
+    if parameter.is_stacked:
+        return {name: partial(rounded, name) for name in parameter.parts}
+    [name] = parameter.parts
+    matrices = read_tensor(name).reshape(-1, *parameter.shape[-2:])
+    return {f"{name}[{i}]": partial(quantize, matrix) for i, matrix in enumerate(matrices)}
 
 
 def _without_skipped(folder: Path, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:

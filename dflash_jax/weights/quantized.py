@@ -1,9 +1,11 @@
-"""Parameters made of quantised matrices: found among a checkpoint's tensors, joined, and put on their devices."""
+"""Parameters made of quantised matrices: found among a checkpoint's tensors, joined or stacked, and put on devices."""
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -55,18 +57,43 @@ def find_quantized(
 
     Each is what the file holds under its own name, whatever stands beside it or in the configuration. A drafter's are
     not kept so: it is trained and exported, and `--draft-quantization` makes it fp8 again. Nor are small ones in fp8 on
-    CPUs (`WIDENED`), nor experts, whose kernels multiply 16 bits.
+    CPUs (`WIDENED`), except experts, which are many, nor experts in fp8 among others that are not.
     """
     if isinstance(config, DraftConfig):
         return {}
-    names = [name for p in parameters if p.is_projection for name in p.parts]
-    stored = {}
-    for name in names:
-        rows, *inputs = checkpoint_shape(table[name], config)
-        found = _stored(tensors, name, (rows, math.prod(inputs)), config)
-        if found is not None and not (on_cpu and found.is_fp8 and math.prod(found.shape) <= WIDENED):
-            stored[name] = found
+    stored: dict[str, Stored] = {}
+    for parameter in parameters:
+        if not parameter.is_projection and not parameter.is_stacked:
+            continue
+        matrices = {}
+        for name in parameter.parts:
+            rows, *inputs = checkpoint_shape(table[name], config)
+            matrix = _stored(tensors, name, (rows, math.prod(inputs)), config)
+            if matrix is not None:
+                matrices[name] = matrix
+        if parameter.is_stacked:
+            stored |= _of_one_format(parameter, matrices)
+        else:
+            stored |= {name: m for name, m in matrices.items() if not (on_cpu and m.is_fp8 and _size(m) <= WIDENED)}
     return stored
+
+
+def _size(matrix: Stored) -> int:
+    return math.prod(matrix.shape)
+
+
+def _of_one_format(parameter: Parameter, matrices: dict[str, Stored]) -> dict[str, Stored]:
+    """The matrices of a layer's experts if all are quantised alike; of several formats, with the problem said."""
+    packed = [name for name, matrix in matrices.items() if not matrix.is_fp8]
+    if not packed:
+        return matrices if len(matrices) == len(parameter.parts) else {}
+    others = [name for name in parameter.parts if name not in packed]
+    if others:
+        first = matrices[packed[0]]
+        info = next(iter(first.tensors.values()))
+        problem = f"{info.file}: tensor {info.name!r} is packed, and {others[0]!r} is not, which must have its format"
+        matrices[packed[0]] = replace(first, problems=(*first.problems, problem))
+    return matrices
 
 
 def _stored(
@@ -113,13 +140,8 @@ def grouped(parameter: Parameter, matrices: Mapping[str, Matrix], place: Placeme
     mine = {name: matrices[name] for name in parameter.parts}
     rows, first = output_axes(parameter.axes), next(iter(mine.values()))
     sharding, devices = placed(place(parameter.axes, parameter.shape), rows, can_split=first.order is None)
-    group = math.gcd(first.inputs // devices, *(matrix.group for matrix in mine.values()))
+    group = _shared_group(mine, devices)
     is_packed = first.zeros is not None
-    if is_packed and group % PLACES:
-        raise CheckpointError(
-            f"{next(iter(mine))}: {devices} devices get groups of {group} inputs, and 4-bit weights need a multiple of "
-            f"{PLACES}; lower tensor_parallel_size or pick a checkpoint with other groups."
-        )
     evened = {name: matrix.regrouped(group) for name, matrix in mine.items()}
 
     def joined(part: str) -> np.ndarray:
@@ -136,6 +158,71 @@ def grouped(parameter: Parameter, matrices: Mapping[str, Matrix], place: Placeme
         order=None if first.order is None else jax.device_put(first.order, _whole(sharding)),
         inner=parameter.shape[rows + 1 :],
     )
+
+
+def stacked(parameter: Parameter, loaders: Mapping[str, Callable[[], Matrix]], place: Placement) -> Grouped:
+    """The matrices of all experts of a layer, each read and packed by itself: never two copies of all in memory.
+
+    Where devices split the inputs of a group, its scales are repeated for the parts.
+
+    Args:
+        parameter: [*leading, O, I] of `prod(leading)` matrices.
+        loaders: reads each, by its name in errors; in the order of the stack.
+        place: gives the sharding of an array by its axes and shape.
+
+    Raises:
+        CheckpointError: they are not of one kind, have an order of inputs, or cannot be split as the devices do.
+    """
+    *leading, outputs, inputs = parameter.shape
+    rows = len(leading) + 1
+    sharding, devices = placed(place(parameter.axes, parameter.shape), rows)
+    names = list(loaders)
+    first = loaders[names[0]]()
+    group = _shared_group({names[0]: first}, devices)
+    is_packed = first.zeros is not None
+    width = inputs // PLACES if is_packed else inputs
+    values = np.empty((len(names), outputs, width), np.uint16 if is_packed else first.values.dtype)
+    scales = np.empty((len(names), outputs, inputs // group), first.scales.dtype)
+    zeros = np.empty(scales.shape, np.uint8) if is_packed else None
+
+    def fill(i: int) -> None:
+        matrix = loaders[names[i]]() if i else first
+        if matrix.order is not None or not matrix.joins(first) or matrix.group != first.group:
+            raise CheckpointError(
+                f"{names[i]} has another order of inputs, group size or dtype than experts of a layer can have beside "
+                f"{names[0]}; quantise the model with desc_act=false and one format for all experts."
+            )
+        part = matrix.regrouped(group)
+        values[i] = packing.to_words(part.values, span_of_group(group)) if is_packed else part.values
+        scales[i] = part.scales
+        if zeros is not None and part.zeros is not None:
+            zeros[i] = part.zeros
+
+    with ThreadPoolExecutor() as pool:  # NumPy lets go of the interpreter while it copies
+        collections.deque(pool.map(fill, range(len(names))), maxlen=0)
+
+    def put(array: np.ndarray) -> jax.Array:
+        # Whoever does not wait reads on while transfers hold the arrays before: the host's memory would not do.
+        return jax.block_until_ready(jax.device_put(array.reshape(*leading, outputs, -1), sharding))
+
+    asymmetric = None if zeros is None or (zeros == MIDDLE).all() else put(zeros)
+    return Grouped(put(values), put(scales), zeros=asymmetric)
+
+
+def _shared_group(matrices: Mapping[str, Matrix], devices: int) -> int:
+    """Inputs that share a scale in all matrices, on so many devices that split the inputs.
+
+    Raises:
+        CheckpointError: kernels cannot unpack groups of so many.
+    """
+    first = next(iter(matrices.values()))
+    group = math.gcd(first.inputs // devices, *(matrix.group for matrix in matrices.values()))
+    if first.zeros is not None and group % PLACES:
+        raise CheckpointError(
+            f"{next(iter(matrices))}: {devices} devices get groups of {group} inputs, and 4-bit weights need a "
+            f"multiple of {PLACES}; lower tensor_parallel_size or pick a checkpoint with other groups."
+        )
+    return group
 
 
 def placed(sharding: Sharding | None, rows: int, *, can_split: bool = True) -> tuple[Sharding | None, int]:

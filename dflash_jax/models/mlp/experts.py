@@ -9,19 +9,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.parallel.mesh import AXIS, SPLIT_FIRST, WHOLE
 from dflash_jax.spec import DecoderConfig, Experts
 from dflash_jax.weights.formats.protocol import QuantizedRows, Weight, plain
-from dflash_jax.weights.formats.weight import weight_of
+from dflash_jax.weights.formats.weight import stack_of, weight_of
 from dflash_jax.weights.parameters import declare
 from dflash_jax.weights.tables import Table, experts_table, shared_expert_table, sparse_mlp_table
 from pallas_kernels import add_norm, all_reduce_add_norm, experts
 
-SPLIT_THIRD = PartitionSpec(None, None, AXIS)
 ROUTERS = ("gate.weight", "shared_expert_gate.weight")
 
 
@@ -84,14 +82,15 @@ class SparseMLP(nn.Module):
             chosen, weights = devices.on_each(partial(route, spec=spec), WHOLE, WHOLE)(h, self.routers["gate"])
             chosen = jnp.where(is_token[..., None], chosen, spec.count)
         self.sow("intermediates", "chosen", chosen)  # kept only where a caller asks for it
-        matrices = self.experts.weights["gate_up_proj"], self.experts.weights["down_proj"]
-        matrix_specs = (SPLIT_THIRD, SPLIT_THIRD) if devices.share(spec.width) else (WHOLE, WHOLE)
+        matrices = [stack_of(self.experts.weights[name]) for name in ("gate_up_proj", "down_proj")]
+        is_split = devices.share(spec.width)  # the third axis of both
+        matrix_specs = [matrix.shard(2, AXIS) for matrix in matrices] if is_split else WHOLE
         shared, shared_specs = self._shared()
 
         def on_each(x, h, chosen, weights, norm, matrices, shared, peers):
-            gate_up, down = matrices
+            gate_up, down = (matrix.operand for matrix in matrices)
             y = experts(h, gate_up, down, chosen, weights, implementation=devices.implementation)
-            is_split, is_shared_split = matrix_specs != (WHOLE, WHOLE), shared_specs != (WHOLE, WHOLE)
+            is_shared_split = shared_specs != (WHOLE, WHOLE)
             if shared is not None:
                 with jax.named_scope("shared_expert"):
                     output = _shared_output(h, shared, devices)

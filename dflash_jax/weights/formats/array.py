@@ -78,5 +78,10 @@ class ArrayWeight:
         spec: Any = PartitionSpec(*[None] * axis, name)
         return ArrayWeight(spec)
 
+    @property
+    def operand(self) -> Float[Array, "*O I"]:
+        """The array, for `pallas_kernels.experts`."""
+        return self.values
+
     def _matrix(self, x: Rows) -> Float[Array, "O I"]:
         return self.values.reshape(-1, x.shape[-1])

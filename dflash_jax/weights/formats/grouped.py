@@ -16,6 +16,7 @@ from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, Int, UInt8, UInt16
 
 from dflash_jax.weights.formats.protocol import Product, Rows, plain
 from pallas_kernels import gated, largest, quantized_product, split_quantized_product
+from pallas_kernels.experts import FewBits
 from pallas_kernels.quantized_product.layout import PLACES
 
 
@@ -95,6 +96,11 @@ class Grouped:
         zeros, order = None if self.zeros is None else spec, None if self.order is None else PartitionSpec()
         specs: dict[str, Any] = {"values": spec, "scales": spec, "zeros": zeros, "order": order}
         return replace(self, **specs)
+
+    @property
+    def operand(self) -> FewBits:
+        """The arrays, for `pallas_kernels.experts`; stacks of experts have no order of inputs."""
+        return FewBits(self.values, self.scales, self.zeros)
 
     def _operands(self, x: Rows) -> tuple[Array, Array, Array, Array | None]:
         """The activations in the order of the columns, and the arrays of the weight as matrices."""

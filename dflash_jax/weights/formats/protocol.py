@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol, Self, runtime_checkable
 import jax
 from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, Int
 
+from pallas_kernels.experts import FewBits
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -125,6 +127,23 @@ class Weight(Protocol):
 
         None if the format cannot be split; the weight then lies whole on every device.
         """
+        ...
+
+
+@runtime_checkable
+class Stack(Protocol):
+    """The matrices of all experts of a layer, [X, 2, M, D] or [X, D, M], as `pallas_kernels.experts` multiplies them.
+
+    A format whose stacks experts may have is a `Weight` with this one member more.
+    """
+
+    @property
+    def operand(self) -> Array | FewBits:
+        """What the kernels take."""
+        ...
+
+    def shard(self, axis: int, name: str) -> Self | None:
+        """As for `Weight`."""
         ...
 
 

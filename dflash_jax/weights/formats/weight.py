@@ -8,12 +8,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dflash_jax.weights.formats.array import ArrayWeight
-from dflash_jax.weights.formats.protocol import QuantizedRows, Rows, Weight
+from dflash_jax.weights.formats.protocol import QuantizedRows, Rows, Stack, Weight
 
 
 def weight_of(leaf: Array | Weight) -> Weight:
     """The weight that stands in the parameters; a plain array is wrapped."""
     return leaf if isinstance(leaf, Weight) else ArrayWeight(leaf)
+
+
+def stack_of(leaf: Array | Stack) -> Stack:
+    """The matrices of a layer's experts that stand in the parameters; a plain array is wrapped."""
+    return leaf if isinstance(leaf, Stack) else ArrayWeight(leaf)
 
 
 def flat_rows(x: Float[Array, "B T *I"] | QuantizedRows) -> Rows:
