@@ -304,12 +304,13 @@ def test_folders(tmp_path):
 
 
 @pytest.mark.parametrize("quantization", ["int4", "fp8"])
-def test_random_bits_are_numbers_of_the_usual_size(quantization):
-    config, mesh = configs_of("tiny", None)[0], Mesh.of(2)
+@pytest.mark.parametrize("preset", ["tiny", "tiny-moe"])
+def test_random_bits_are_numbers_of_the_usual_size(preset, quantization):
+    config, mesh = configs_of(preset, None)[0], Mesh.of(2)
     params = random_params(config, jnp.bfloat16, mesh, seed=0, quantization=quantization)
-    dense = dense_params(config, params)
+    held, dense = (tree["layers_0"]["mlp"] for tree in (params, dense_params(config, params)))
     for name in ("gate_up_proj", "down_proj"):
-        weight, wide = params["layers_0"]["mlp"][name], dense["layers_0"]["mlp"][name]
+        weight, wide = (mlp.get("experts", mlp)[name] for mlp in (held, dense))
         assert weight.shape == wide.shape
         assert weight.values.sharding.shard_shape(weight.values.shape) != weight.values.shape
         assert 0.015 < float(wide.std()) < 0.025
