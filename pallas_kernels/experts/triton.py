@@ -217,18 +217,24 @@ def _place(parts: int) -> tuple[Any, Any]:
 
 
 def _rows_of_tokens(operands: Any, block: Any) -> Rows:
-    """Rows of up to 16 tokens: a row is a token, and a block is done by the first pair with its expert."""
+    """Rows of up to 16 tokens: a row is a token, and a block is done by the first pair with its expert.
+
+    A token's experts are loaded one by one. Of a reduction over all of them, Triton would not compute the addresses of
+    the rows in the layout of their copies: they moved through shared memory in each step, for a third of its
+    instructions.
+    """
     [chosen] = operands
     tokens, k = chosen.shape
     mine = lax.div(block, jnp.int32(k))
     expert = chosen[mine, lax.rem(block, jnp.int32(k))]
-    shape = (MAX_STREAM_TOKENS, pl.next_power_of_2(k))
-    token, j = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
-    ids = pltriton.load(chosen.at[token, j], mask=(token < tokens) & (j < k), other=-1)
-    is_mine = ids == expert
-    is_done_before = jnp.sum((is_mine & (token < mine)).astype(jnp.int32)) > 0
-    pair = jnp.max(jnp.where(is_mine, token * k + j, -1), axis=1)
-    return Rows(jnp.where(is_done_before, -1, expert), jnp.where(pair >= 0, pair, tokens * k), pair >= 0)
+    token = jnp.arange(MAX_STREAM_TOKENS, dtype=jnp.int32)
+    pair = jnp.full_like(token, tokens * k)
+    for j in range(k):
+        ids = pltriton.load(chosen.at[token, jnp.full_like(token, j)], mask=token < tokens, other=-1)
+        pair = jnp.where(ids == expert, token * k + j, pair)
+    exists = pair < tokens * k
+    is_done_before = jnp.sum((exists & (token < mine)).astype(jnp.int32)) > 0
+    return Rows(jnp.where(is_done_before, -1, expert), pair, exists)
 
 
 def _rows_of_list(operands: Any, block: Any, *, rows: int) -> Rows:
