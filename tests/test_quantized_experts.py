@@ -19,7 +19,7 @@ from dflash_jax.weights.loader import load_params
 from dflash_jax.weights.naming import Naming
 from dflash_jax.weights.tables import checkpoint_table
 from tests.packers import AUTO_ROUND, AWQ, COMPRESSED, GPTQ_V2, packed
-from tests.pairs import DRAFT, greedy, prompt, random_tensors, tokens_of, write_model
+from tests.pairs import greedy, prompt, random_tensors, tokens_of, write_model
 from tests.test_experts import HYBRID_MOE
 from tests.test_quantized_targets import save_raw
 
@@ -157,10 +157,10 @@ def half_and_half(name):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A target in both formats, the same numbers in float32, and a drafter."""
+    """A target in both formats, and the same numbers in float32."""
     folder = tmp_path_factory.mktemp("experts")
-    write(folder, MIXED, half_and_half)
-    write_model(folder / "draft", DRAFT, seed=5)
+    two_layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    write(folder, MIXED, half_and_half, **two_layers)
     return folder
 
 
@@ -169,19 +169,13 @@ PROMPTS = [prompt(*range(2, 19)), prompt(7, 3, 11)]
 
 @pytest.fixture(scope="module")
 def expected(pair):
-    """Tokens of the engine that multiplies dequantised experts, without drafts."""
-    return tokens_of(llm_of(pair, "wide").generate(PROMPTS, greedy(24)))
+    """Tokens of the engine that multiplies dequantised experts."""
+    return tokens_of(LLM(pair / "wide", max_num_seqs=2).generate(PROMPTS, greedy(24)))
 
 
-def llm_of(pair, name, draft=None, **options):
-    return LLM(pair / name, draft, max_num_seqs=2, **options)
-
-
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("devices", [1, 4])
 def test_tokens_are_those_of_the_dequantized_model(pair, expected, devices):
-    """Alone on one device, and over four with drafts, which change no token."""
-    drafts = {} if devices == 1 else {"draft": pair / "draft", "num_speculative_tokens": 5}
-    llm = llm_of(pair, "small", tensor_parallel_size=devices, **drafts)
+    llm = LLM(pair / "small", max_num_seqs=2, tensor_parallel_size=devices)
     for layer, dtype in ((0, ml_dtypes.float8_e4m3fn), (1, np.uint16)):
         held = experts_of(llm.engine.target.params, layer)
         assert {stack.values.dtype for stack in held.values()} == {np.dtype(dtype)}
