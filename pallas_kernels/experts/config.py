@@ -77,16 +77,19 @@ def _down_tile(rows: int, outputs: int) -> Tile:
 
 
 def _few_bits_tile(weight: FewBits, rows: int, outputs: int, parts: int) -> Tile:
-    """A tile for a weight in few bits; not measured yet.
+    """A tile for a weight in few bits, whose numbers a program widens in registers.
 
-    Its numbers are widened in registers, so a step of e4m3, which takes twice the registers of 4 bits, is half as long;
-    its bytes are few, so more steps are in flight.
+    By the machine code, not measured (BENCH.md): addresses and the activations' copies are a smaller part of long
+    steps and of many rows, but 128 rows of e4m3, or of gate and up each, need more registers than there are.
     """
-    depth = LONGEST if weight.is_packed else LONGEST // 2
     if rows >= MANY_ROWS:
-        return Tile(128 // parts, depth, 3, 8)
-    is_full = outputs >= 128 // parts * _compat.sm_count()
-    return Tile(64 if is_full else 32, depth, 6)
+        return Tile(128 // parts, LONGEST if weight.is_packed else LONGEST // 2, 3, 8)
+    if parts == 2:
+        is_full = outputs >= 64 * _compat.sm_count()
+        return Tile(64 if is_full else 32, LONGEST, 6 if weight.is_packed else 4)
+    if outputs >= 256 * _compat.sm_count():
+        return Tile(128 if weight.is_packed else 64, LONGEST, 6)
+    return Tile(64 if outputs >= 128 * _compat.sm_count() else 32, LONGEST, 6)
 
 
 def fitted(config: Config, gate_up: Any, down: Any) -> Config:
@@ -115,7 +118,7 @@ def _fitted(tile: Tile, weight: Any, parts: int, tokens: int) -> Tile:
     step = depth * parts * tile.rows * _bits(weight) // 8 + 2 * depth * tokens  # bytes
     capability = _compat.compute_capability()
     is_large = capability is None or capability >= (9, 0)
-    stages = (_HOPPER_BYTES if is_large else _OTHER_BYTES) // step
+    stages = min((_HOPPER_BYTES if is_large else _OTHER_BYTES) // step, inputs // depth + 1)
     return tile._replace(num_stages=max(1, min(tile.num_stages, stages)))
 
 
