@@ -31,6 +31,8 @@ from dflash_jax.serve.http.middleware import BoundedBody, Guard, HeadAsGet, With
 from dflash_jax.serve.http.page import page_router
 from dflash_jax.serve.protocol import APIError, of_exception, validation_error
 
+PROBES = ("/health", "/ping")
+
 logger = logging.getLogger(__name__)
 RETRY_AFTER = 1  # seconds after which a client may ask again; the engine may be back, or the queue shorter
 
@@ -123,7 +125,17 @@ def _add_error_handlers(app: FastAPI, paths: Sequence[str]) -> None:
 
 
 def _response(request: Request, error: APIError) -> Response:
-    """The answer that tells of an error; one line of the log tells the operator, whose users may see nothing of it."""
-    logger.info("%s %s: %d, %s", request.method, request.url.path, error.status, error.message)
+    """The answer that tells of an error; one line of the log tells the operator, whose users may see nothing of it.
+
+    Probes ask every second while the engine starts, so that they would fill the log.
+    """
+    logger.log(
+        logging.DEBUG if request.url.path in PROBES else logging.INFO,
+        "%s %s: %d, %s",
+        request.method,
+        request.url.path,
+        error.status,
+        error.message,
+    )
     headers = {"retry-after": str(RETRY_AFTER)} if error.status == 503 else None
     return error_response(request.scope, error, headers)
