@@ -11,6 +11,7 @@ import argparse
 import gc
 import itertools
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -355,7 +356,7 @@ def _write(path: Path, args: argparse.Namespace, rows: list[dict[str, Any]], ban
     """
     settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items() if name != "run"}
     result = environment() | {
-        "command": " ".join(sys.argv),
+        "command": shlex.join(["python", "-m", "dflash_jax.bench", *sys.argv[1:]]),
         "settings": settings,
         "copy_bandwidth_gb_s": bandwidth and bandwidth / 1e9,
         "rows": rows,

@@ -1,20 +1,20 @@
-"""The README's table of options is what the declarations say. Renew it after a change of one that is meant:
+"""The table in docs/options.md is what the declarations of options say. Renew it after a change of one that is meant:
 
-python -m tests.options.test_readme && git diff README.md
+python -m tests.options.test_options_document && git diff docs/options.md
 """
 
 from pathlib import Path
 
 from dflash_jax.options.table import options_table
 
-README = Path(__file__).parents[2] / "README.md"
-BEGIN = "<!-- options: made by python -m tests.options.test_readme -->\n\n"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "options.md"
+BEGIN = "<!-- options: made by python -m tests.options.test_options_document -->\n\n"
 END = "\n<!-- end of options -->\n"
 
 
 def parts() -> tuple[str, str, str]:
-    """The README before the table, the table, and the README after it."""
-    before, rest = README.read_text().split(BEGIN)
+    """The document before the table, the table, and the document after it."""
+    before, rest = DOCUMENT.read_text().split(BEGIN)
     table, after = rest.split(END)
     return before, table, after
 
@@ -31,4 +31,4 @@ def test_the_table_is_markdown():
 
 if __name__ == "__main__":
     before, _, after = parts()
-    README.write_text(before + BEGIN + options_table() + END + after)
+    DOCUMENT.write_text(before + BEGIN + options_table() + END + after)
