@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 INSTALL := $(PYTHON) -m pip install --quiet --editable
 
-.PHONY: serve test test-gpu test-ray demo readme parity lint format install browser constraints clean
+.PHONY: serve test test-agents test-gpu test-ray demo readme parity lint format install browser constraints clean
 
 # Running a model needs a fraction of what training and the tests do.
 $(VENV)/.installed-base: pyproject.toml
@@ -57,6 +57,12 @@ readme: install
 parity: install
 	$(INSTALL) '.[train,test,parity]'
 	DFLASH_TEST_PARITY=1 $(PYTHON) -m pytest tests/parity
+
+## Run six coding agents and three SDKs, unmodified, against a server. They come from npm and PyPI, 2.5 GB once.
+AGENTS ?= /tmp/dflash-agents
+test-agents: install
+	$(PYTHON) -m tests.agents.install $(AGENTS)
+	DFLASH_TEST_AGENTS=$(AGENTS) $(PYTHON) -m pytest tests/agents
 
 ## The tests that a GPU can run, the `gpu` ones included, on a machine that already has jax for it and pytest.
 test-gpu:

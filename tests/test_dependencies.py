@@ -22,6 +22,7 @@ OURS = {
 # What reference vectors are made with: torch, whose CPU build exists for Python 3.11 only, and packers of checkpoints.
 # None of it is installed for the suite.
 PARITY = {"torch", "auto_round", "auto_round_extension", "compressed_tensors"}
+AGENTS = {"agents", "litellm"}  # tests/agents/install.py puts them into an environment of their own
 NOT_IMPORTED = {"absl-py", "jinja2"}  # other packages import them without declaring them
 NOT_IMPORTED_BY_TESTS = {"beartype", "ipykernel", "mypy", "pytest-xdist", "ruff", "types-pyyaml"}
 PRIVATE = {"jax", "jaxlib", "uvicorn"}  # packages of which private names are used
@@ -56,7 +57,7 @@ def imported(*paths: str) -> set[str]:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 modules.add(node.module.split(".")[0])
     homes = packages_distributions()
-    names = modules - OURS - PARITY - sys.stdlib_module_names
+    names = modules - OURS - PARITY - AGENTS - sys.stdlib_module_names
     return {distribution(home) for name in names for home in homes.get(name, [name])}
 
 

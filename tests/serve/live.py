@@ -108,10 +108,10 @@ def start(log: Path, *flags: str) -> subprocess.Popen:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str, wait: bool = True):
-    """A server of the pair that recites; it must stop when told to."""
+def serving(folder: Path, *flags: str, wait: bool = True, model: tuple[str, ...] = MODEL):
+    """A server, of the pair that recites unless `model` has the flags of another; it must stop when told to."""
     port, log = free_port(), folder / "serve.log"
-    process = start(log, *MODEL, "--port", str(port), *flags)
+    process = start(log, *model, "--port", str(port), *flags)
     live = Live(f"http://127.0.0.1:{port}", process, log)
     try:
         if wait:
