@@ -1,5 +1,7 @@
 """Sequences side by side, a token a step, get the tokens that the likeliest of whole sequences are."""
 
+import json
+
 import batch_responses
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,8 @@ from embedded_architectures import HYBRID
 from dflash_jax.models.target import TargetModel
 from dflash_jax.spec import target_config
 from dflash_jax.train.cache import SequenceCache
+from dflash_jax.weights.export import save_json
+from tests.pairs import write_byte_tokenizer
 
 
 def test_responses_are_the_likeliest_tokens():
@@ -41,3 +45,43 @@ def test_prompts_stay_within_a_file():
         assert tokens[start - 1] in (batch_responses.EOS, 7)
         assert batch_responses.EOS not in prompt[:n]
     assert batch_responses.LENGTHS[0] <= lengths.min() < lengths.max() <= batch_responses.LENGTHS[1]
+
+
+def test_prompts_are_cut_by_the_tokenizer_that_made_the_tokens(tmp_path):
+    folder, rng = write_byte_tokenizer(tmp_path / "target"), np.random.default_rng(0)
+    newline = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["Ċ"]
+    tokens = rng.integers(20, 60, 6000).astype(np.uint16)
+    tokens[::50], tokens[::500] = newline, batch_responses.EOS
+    np.save(tmp_path / "train.npy", tokens)
+    np.save(tmp_path / "heldout.npy", tokens[::-1])
+    out = tmp_path / "new" / "prompts.npz"
+    flags = ["--corpus", str(tmp_path), "--tokenizer", str(folder), "--out", str(out), "--count", "20"]
+    batch_responses.main(["prompts", *flags])
+    loaded, text = np.load(out), tokens.tobytes()
+    assert len(loaded["prompts"]) == 20
+    starts = [text.index(p[:n].tobytes()) // 2 for p, n in zip(loaded["prompts"], loaded["lengths"], strict=True)]
+    assert {int(tokens[start - 1]) for start in starts} == {newline, batch_responses.EOS}
+
+
+def test_a_response_ends_with_its_first_end_of_text(tmp_path, monkeypatch):
+    lengths = np.array([2, 4, 3, 3, 2], np.uint16)
+    prompts = np.arange(20, dtype=np.uint16).reshape(5, 4) + 7
+
+    def completed(params, prompts, lengths, *, config, length):
+        rows = np.full((len(prompts), length), 5)
+        rows[:, :4] = prompts
+        for row, n in zip(rows, lengths, strict=True):
+            row[n:] = 5
+        rows[0, 4] = rows[0, 6] = batch_responses.EOS
+        return rows
+
+    monkeypatch.setattr(batch_responses, "complete", completed)
+    monkeypatch.setattr(batch_responses, "load_params", lambda *args, **options: {})
+    save_json(tmp_path / "config.json", HYBRID)
+    np.savez(tmp_path / "prompts.npz", prompts=prompts, lengths=lengths)
+    out = tmp_path / "responses.jsonl"
+    flags = ["--target", str(tmp_path), "--prompts", str(tmp_path / "prompts.npz"), "--rows", "2", "--length", "8"]
+    batch_responses.main(["responses", *flags, "--out", str(out)])
+    samples = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [sample["prompt_token_ids"] for sample in samples] == [[7, 8], [11, 12, 13, 14], [15, 16, 17], [19, 20, 21]]
+    assert [sample["token_ids"] for sample in samples] == [[5, 5, 0], [5] * 4, [5, 0], [5] * 5]
