@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -127,16 +127,13 @@ def load_params(
     """
     tensors = list_tensors(folder)
     naming = naming_of(tensors, config)
-    if isinstance(config, TargetConfig) and config.architecture in HYBRIDS:
-        tensors = _without_skipped(folder, tensors)
+    tensors = _without_skipped(folder, tensors, config)
     table = checkpoint_table(config, naming)
     parameters = parameters_of(table, config)
     quantized = find_quantized(tensors, parameters, table, config, on_cpu=transpose) if keep_quantized else {}
     _check(folder, tensors, table, config, naming, quantized)
-    widened = sum(
-        tensors[name].dtype in FP8 for p in parameters if p.is_experts for name in p.parts if name not in quantized
-    )
-    if widened:
+    experts = [name for p in parameters if p.is_experts for name in p.parts]
+    if widened := sum(tensors[name].dtype in FP8 for name in experts if name not in quantized):
         logger.warning("%s: %d matrices of experts in fp8 are held in %s: twice the bytes.", folder, widened, dtype)
 
     def put(array: np.ndarray, axes: tuple[str, ...], floating: DTypeLike = dtype) -> jax.Array:
@@ -150,45 +147,56 @@ def load_params(
             return Transposed(put(inputs_first(array, output_axes(parameter.axes)), ("D", "D")), parameter.shape)
         return put(array, parameter.axes, jnp.float32 if parameter.is_float32 else dtype)
 
-    def experts(parameter: Parameter) -> jax.Array | Weight:
-        loaders = {name: quantized[name].load for name in parameter.parts if name in quantized}
-        if not loaders and quantize is not None:
-            loaders = _rounded_experts(parameter, quantize, lambda name: _read(tensors, name, config))
-        return stacked(parameter, loaders, place) if loaders else dense(parameter)
-
     def read(parameter: Parameter) -> jax.Array | Weight:
+        loaders = _loaders(parameter, tensors, config, quantized, quantize)
         if parameter.is_experts:
-            return experts(parameter)
-        matrices = {name: quantized[name].load() for name in parameter.parts if name in quantized}
-        if quantize is not None and parameter.is_projection and parameter.path[-1] != "in_proj_ba":
-            wide = {name: _read(tensors, name, config) for name in parameter.parts if name not in quantized}
-            matrices |= {name: quantize(tensor.reshape(len(tensor), -1)) for name, tensor in wide.items()}
+            return stacked(parameter, loaders, place) if loaders else dense(parameter)
+        matrices = {name: load() for name, load in loaders.items()}
         pieces = uniform(parameter, matrices)
         weights = [grouped(p, matrices, place) if matrices.keys() & p.parts else dense(p) for p in pieces]
-        if len(weights) == 1:
-            return weights[0]
-        return SideBySide(tuple(map(weight_of, weights)), parameter.axis, output_axes(parameter.axes))
+        return weights[0] if len(weights) == 1 else _side_by_side(parameter, weights)
 
     return build(parameters, read)
 
 
-def _rounded_experts(
-    parameter: Parameter, quantize: Callable[[np.ndarray], Matrix], read_tensor: Callable[[str], np.ndarray]
+def _side_by_side(parameter: Parameter, weights: Iterable[jax.Array | Weight]) -> SideBySide:
+    return SideBySide(tuple(map(weight_of, weights)), parameter.axis, output_axes(parameter.axes))
+
+
+def _loaders(
+    parameter: Parameter,
+    tensors: Mapping[str, TensorInfo],
+    config: TargetConfig | DraftConfig,
+    quantized: Mapping[str, Stored],
+    quantize: Callable[[np.ndarray], Matrix] | None,
 ) -> dict[str, Callable[[], Matrix]]:
-    """What rounds each matrix of a layer's experts, whether they are stacked in the file or apart."""
+    """What reads each quantised matrix of a parameter, or rounds one if that is asked for.
+
+    Those of a layer's experts are all of them or none: `find_quantized` sees to it.
+    """
+    loaders = {name: quantized[name].load for name in parameter.parts if name in quantized}
+    others = [name for name in parameter.parts if name not in quantized]
+    can_round = parameter.is_experts or (parameter.is_projection and parameter.path[-1] != "in_proj_ba")
+    if quantize is None or not can_round or not others:
+        return loaders
+    if parameter.is_experts and not parameter.is_stacked:  # one tensor with the matrices of all
+        [name] = others
+        matrices = _read(tensors, name, config).reshape(-1, *parameter.shape[-2:])
+        return {f"{name}[{i}]": partial(quantize, matrix) for i, matrix in enumerate(matrices)}
 
     def rounded(name: str) -> Matrix:
-        return quantize(read_tensor(name))
+        tensor = _read(tensors, name, config)
+        return quantize(tensor.reshape(len(tensor), -1))
 
-    if parameter.is_stacked:
-        return {name: partial(rounded, name) for name in parameter.parts}
-    [name] = parameter.parts
-    matrices = read_tensor(name).reshape(-1, *parameter.shape[-2:])
-    return {f"{name}[{i}]": partial(quantize, matrix) for i, matrix in enumerate(matrices)}
+    return loaders | {name: partial(rounded, name) for name in others}
 
 
-def _without_skipped(folder: Path, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors without those for images (`model.visual`) and of the built-in drafter (`mtp`), which are not used."""
+def _without_skipped(
+    folder: Path, tensors: dict[str, TensorInfo], config: TargetConfig | DraftConfig
+) -> dict[str, TensorInfo]:
+    """A hybrid's tensors without those for images (`model.visual`) and of the built-in drafter (`mtp`)."""
+    if not isinstance(config, TargetConfig) or config.architecture not in HYBRIDS:
+        return tensors
     groups = {name: SKIPPED.match(name) for name in tensors}
     counts = Counter(group.group(1) or group.group(2) for group in groups.values() if group)
     if counts:
@@ -240,7 +248,7 @@ def _check(
         )
 
 
-def _read(tensors: dict[str, TensorInfo], name: str, config: TargetConfig | DraftConfig) -> np.ndarray:
+def _read(tensors: Mapping[str, TensorInfo], name: str, config: TargetConfig | DraftConfig) -> np.ndarray:
     """Load a tensor in the checkpoint's shape; one that has a scale is dequantised to float32."""
     array = tensors[name].load()
     scale = next((tensors[name + suffix] for suffix in SCALE_SUFFIXES if name + suffix in tensors), None)

@@ -51,10 +51,8 @@ class FewBits(NamedTuple):
         """Raise ValueError, which prints them, for parts that do not belong together."""
         values, scales, zeros = self
         if not self.is_packed and (values.dtype != jnp.float8_e4m3fn or zeros is not None):
-            raise ValueError(
-                f"values must be uint16, or e4m3 without zeros; got {values.dtype} "
-                + ("with" if zeros is not None else "")
-            )
+            points = "" if zeros is None else " with zeros"
+            raise ValueError(f"values must be uint16, or e4m3 without zeros; got {values.dtype}{points}")
         *outputs, groups = scales.shape
         is_float = jnp.issubdtype(scales.dtype, jnp.floating)
         if self.shape[:-1] != tuple(outputs) or self.shape[-1] % groups or not is_float:
