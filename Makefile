@@ -68,7 +68,7 @@ test-agents: install
 test-gpu:
 	DFLASH_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest --override-ini addopts='-q --strict-markers'
 
-## Run replicas on this machine's CPU, on Ray Serve and behind routers; kill, update and scale them (four minutes).
+## Run replicas on this machine's CPU, on Ray Serve and behind routers; kill, update and scale them (eight minutes).
 test-ray: install
 	$(INSTALL) '.[train,test,ray,routers]'
 	DFLASH_TEST_RAY=1 $(PYTHON) -m pytest tests/replicas

@@ -38,7 +38,9 @@ class Prompt(msgspec.Struct):
     input_ids: msgspec.Raw = msgspec.Raw(b"")
 
 
-PROMPT, TURN, TURNS = (msgspec.json.Decoder(kind) for kind in (Prompt, Turn, list[msgspec.Raw]))
+PROMPT = msgspec.json.Decoder(Prompt)
+TURN = msgspec.json.Decoder(Turn)
+TURNS = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def prompt_key(body: bytes) -> str | None:

@@ -15,6 +15,7 @@ from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import target_config
 from dflash_jax.weights.export import dense_params
 from dflash_jax.weights.formats.grouped import Grouped
+from dflash_jax.weights.layouts import rounded
 from dflash_jax.weights.loader import load_params
 from dflash_jax.weights.naming import Naming
 from dflash_jax.weights.tables import checkpoint_table
@@ -238,11 +239,11 @@ def test_rounding_at_load(tmp_path, is_apart):
     if not is_apart:
         folder = write_model(tmp_path / "stacked", raw_config(), seed=4)
     exact = experts_of(load_params(tmp_path / "wide", config, jnp.float32))
-    params = load_params(folder, config, jnp.float32, quantize=True)
-    rounded = experts_of(dense_params(config, params))
+    params = load_params(folder, config, jnp.float32, quantize=rounded)
+    stored = experts_of(dense_params(config, params))
     for name, stack in experts_of(params).items():
         assert (stack.values.dtype, stack.scales.shape[-1]) == (ml_dtypes.float8_e4m3fn, 1)
-        error = np.abs(rounded[name] - exact[name]) / np.abs(exact[name]).max(axis=-1, keepdims=True)
+        error = np.abs(stored[name] - exact[name]) / np.abs(exact[name]).max(axis=-1, keepdims=True)
         assert 0 < error.max() < 2**-4
 
 

@@ -118,7 +118,7 @@ def running(environment: dict[str, str]):
     command += [f"--port={port}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={clients}"]
     command += [f"--dashboard-agent-listen-port={agents}", f"--temp-dir={folder}", "--num-cpus=8"]
     command += ["--object-store-memory=100000000"]
-    names = {"PYTHONPATH": str(ROOT), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"} | environment
+    names = {"PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"} | environment
     with (Path(folder) / "start.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | names, cwd=ROOT)
     cluster = Cluster(f"http://127.0.0.1:{http}", f"http://127.0.0.1:{dashboard}")

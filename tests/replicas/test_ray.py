@@ -5,24 +5,34 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.conftest import RUNS_LONG
 from tests.replicas.cluster import LICENCE, SECONDS, running
+from tests.serve.live import free_port
 
 pytestmark = pytest.mark.ray
-ROUTED = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deploy.ray_routing.middlewares"}
+# Ray's own proxies with our router, and HAProxy, which streams straight from the replicas and takes no router of ours.
+PROXIES = {
+    "ray": {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deploy.ray_routing.middlewares"},
+    "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "hdr(x-session-id)"},
+}
+only_ray = pytest.mark.parametrize("cluster", ["ray"], indirect=True)
 REQUESTS = 1000 if RUNS_LONG else 100  # during an update
 LONG = 2000  # tokens, seconds of a stream
 
 
-@pytest.fixture(scope="module")
-def cluster():
+@pytest.fixture(scope="module", params=PROXIES)
+def cluster(request):
     """Two replicas."""
-    with running(ROUTED) as cluster:
+    ports = {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")}
+    with running(PROXIES[request.param] | ports) as cluster:
         cluster.server.pop("autoscaling_config")
+        if request.param == "haproxy":
+            cluster.server.pop("request_router_config")
         cluster.server["num_replicas"] = 2
         cluster.deploy()
         cluster.wait_until(lambda: cluster.is_up(2))
@@ -33,7 +43,7 @@ def session_of_each(cluster, count: int = 2) -> list[str]:
     """A session of each replica: those whose replicas count different requests."""
     by_count = {}
     for number in range(40):
-        session = f"session {number}"
+        session = f"session-{number}"
         cluster.complete(session)
         by_count = {cluster.metric("request_success_total", other): other for other in {*by_count.values(), session}}
         if len(by_count) == count:
@@ -61,6 +71,7 @@ def test_a_client_that_leaves_ends_its_request(cluster):
     cluster.wait_until(lambda: cluster.metric("num_requests_running", "leaves") == 0, seconds=2)
 
 
+@only_ray
 def test_turns_of_a_chat_meet_again_without_a_session(cluster):
     def ask(messages):
         body = {"messages": messages, "max_tokens": 8, "temperature": 0}
@@ -106,6 +117,18 @@ def test_a_killed_replica_costs_its_own_clients_only_and_they_hear_at_once(clust
     cluster.wait_until(lambda: cluster.is_up(2))
 
 
+@only_ray
+def test_a_replica_whose_engine_has_died_is_replaced(cluster):
+    (victim, pid), _ = cluster.replicas().items()
+    children = [file.read_text().split() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+    (engine,) = (int(child) for listed in children for child in listed)
+    assert "engine_process" in Path(f"/proc/{engine}/cmdline").read_text()
+    os.kill(engine, signal.SIGKILL)
+    cluster.wait_until(lambda: victim not in cluster.replicas() and cluster.is_up(2))
+    for _ in range(8):
+        cluster.complete()
+
+
 def test_an_update_loses_no_request_and_lets_streams_end(cluster):
     complete, short = cluster.stream(max_tokens=LONG), cluster.stream()
     before = cluster.replicas()
@@ -132,6 +155,7 @@ def test_an_update_loses_no_request_and_lets_streams_end(cluster):
     assert answer.status_code == 400, "the new flag is in force"
 
 
+@only_ray
 @pytest.mark.parametrize(
     ("wanted", "target_requests", "target_cache"), [(3, 2, 1.0), (2, 1000, 1e-3)], ids=["requests", "cache"]
 )
