@@ -160,7 +160,7 @@ def test_an_echo_alone_costs_no_tokens(live):
         ("/v1/chat/completions", {"messages": HI, "max_tokens": 9}, "x-session-id"),
         ("/v1/completions", {"prompt": LICENCE, "max_tokens": 9}, "session-id"),
         ("/v1/responses", {"input": LICENCE, "max_output_tokens": 9}, "session-id"),
-        ("/v1/messages", {"messages": HI, "max_tokens": 9}, "x-session-id"),
+        ("/v1/messages", {"messages": HI, "max_tokens": 9}, "x-claude-code-session-id"),
         ("/generate", {"text": LICENCE, "sampling_params": {"max_new_tokens": 9}}, "x-session-id"),
     ],
 )

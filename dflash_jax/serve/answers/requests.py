@@ -23,6 +23,8 @@ from dflash_jax.serve.protocol import (
 
 logger = logging.getLogger(__name__)
 Body = ChatCompletionRequest | CompletionRequest
+# In which opencode and routers, Codex, and Claude Code name the conversation.
+SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
 LONGEST_ID = 256  # characters of an X-Request-Id that are kept: the limit of the field request_id
 
 
@@ -86,11 +88,8 @@ def new_job(
 
 
 def session_of(request: Request) -> str | None:
-    """The conversation that a request says it belongs to; None if it says nothing that a line of the log may hold.
-
-    opencode and routers of sessions say `x-session-id`, Codex says `session-id`.
-    """
-    session = request.headers.get("x-session-id") or request.headers.get("session-id") or ""
+    """The conversation that a request says it belongs to; None if it says nothing that a line of the log may hold."""
+    session = next(filter(None, map(request.headers.get, SESSION_HEADERS)), "")
     return session[:LONGEST_ID] if session.isascii() and session.isprintable() and session else None
 
 
