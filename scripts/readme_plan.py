@@ -69,7 +69,7 @@ RULES = (
     Rule("long", r"--dataset python\b", "needs build/corpus, which python_corpus.py takes long to make"),
     Rule("long", r"\btrain\.data --model (smollm2|build/)", "answers thousands of prompts, minutes of an H200"),
     Rule("long", r"\btrain --config configs/train/", "trains for 14 minutes on an H200"),
-    Rule("long", r"\bquantize_drafter\.py\b", "needs build/draft, which takes 14 minutes of an H200 to train"),
+    Rule("long", r"\bquantize\.py build/draft\b", "needs build/draft, which takes 14 minutes of an H200 to train"),
     Rule("long", r"\btests\.make_pair\b", "trains for 1040 s on a CPU"),
     Rule("long", r"\beval .*--model smollm2\b", "takes hours on two cores, 12 minutes for HumanEval, greedy, drafted"),
     Rule("download", r"\bget_smollm2\.py\b", "fetches a wheel of 93 MB"),

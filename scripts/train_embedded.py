@@ -152,7 +152,7 @@ def as_stored(params: Params, config: TargetConfig) -> Params:
         weight = parameter.of(params)
         if parameter.is_float32:
             return weight
-        if parameter.is_projection and parameter.path[-1] != "in_proj_ba":  # which the file holds in bfloat16
+        if parameter.is_rounded:
             values, scales = to_e4m3(weight, output_axes(parameter.axes))
             shape = scales.shape + (1,) * (weight.ndim - scales.ndim)
             rounded = values.astype(jnp.float32) * scales.reshape(shape)

@@ -9,10 +9,11 @@ import pytest
 from dflash_jax import LLM
 from dflash_jax.spec import check_draft_fits, draft_config, read_json, target_config
 from dflash_jax.weights import folder as folders
+from dflash_jax.weights.encodings import Fp8Rows
 from dflash_jax.weights.folder import ALIASES, DRAFTERS, alias_drafter
 from dflash_jax.weights.loader import load_params
 from dflash_jax.weights.safetensors import list_tensors
-from scripts import quantize_drafter
+from scripts import quantize
 from tests.pairs import DRAFT, TARGET, greedy, tokens_of, write_model
 
 SMOLLM2 = TARGET | {
@@ -36,8 +37,8 @@ def widened(folder):
 
 def test_quantized_drafters_are_close_and_half_as_large(tmp_path, capsys):
     source = write_model(tmp_path / "source", DRAFT, 1, scale=4.0)
-    quantize_drafter.main([str(source), str(tmp_path / "out")])
-    assert f"{(tmp_path / 'out' / 'model.safetensors').stat().st_size:,} bytes" in capsys.readouterr().out
+    quantize.main([str(source), str(tmp_path / "out"), "--format", "fp8-channel"])
+    assert f"bytes in {tmp_path / 'out'}" in capsys.readouterr().out
     stored = {info.dtype for info in list_tensors(tmp_path / "out").values()}
     assert np.dtype(ml_dtypes.float8_e4m3fn) in stored
     for mine, true in zip(widened(tmp_path / "out"), widened(source), strict=True):
@@ -50,7 +51,8 @@ def test_a_name_brings_its_quantized_drafter(tmp_path, monkeypatch):
     monkeypatch.setenv("DFLASH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(folders, "DRAFTERS", tmp_path / "drafters")
     target = write_model(tmp_path / "cache" / ALIASES["smollm2"], TARGET, 0)
-    quantize_drafter.quantize(write_model(tmp_path / "draft", DRAFT, 1), tmp_path / "drafters" / ALIASES["smollm2"])
+    source = quantize.Source.of(write_model(tmp_path / "draft", DRAFT, 1))
+    quantize.quantize(source, tmp_path / "drafters" / ALIASES["smollm2"], Fp8Rows())
     llm, plain = LLM("smollm2", max_num_seqs=1, num_speculative_tokens=5), LLM(target, max_num_seqs=1)
     assert llm.engine.draft is not None
     assert plain.engine.draft is None

@@ -93,7 +93,7 @@ def save_model(
         raise CheckpointError(f"{folder} holds {INDEX_NAME}, which would hide the new weights; give another folder.")
     tensors: dict[str, np.ndarray] = {}
     for name, tensor in checkpoint_tensors(config, dense_params(config, params)).items():
-        tensors |= _stored(name, tensor, dtype)
+        tensors |= stored(name, tensor, dtype)
     text = text_raw_config(raw_config)
     raw = {name: value for name, value in text.items() if name != "quantization_config"}
     quantization = {"quantization_config": FP8_QUANTIZATION} if dtype == "fp8_e4m3" else {}
@@ -150,7 +150,7 @@ def _replacing(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def _stored(name: str, array: np.ndarray, dtype: WeightDtype) -> dict[str, np.ndarray]:
+def stored(name: str, array: np.ndarray, dtype: WeightDtype) -> dict[str, np.ndarray]:
     """The tensors that the file holds for one tensor: itself in the stored dtype, and its scale if quantised."""
     if name == "d2t":
         return {name: array.astype(np.int64)}

@@ -142,7 +142,7 @@ def load_params(
         return placed.astype(floating if jnp.issubdtype(placed.dtype, jnp.floating) else jnp.int32)
 
     def dense(parameter: Parameter) -> jax.Array | Transposed:
-        array = parameter.join({name: _read(tensors, name, config) for name in parameter.parts})
+        array = parameter.join({name: read_tensor(tensors, name, config) for name in parameter.parts})
         if transpose and parameter.is_projection:
             return Transposed(put(inputs_first(array, output_axes(parameter.axes)), ("D", "D")), parameter.shape)
         return put(array, parameter.axes, jnp.float32 if parameter.is_float32 else dtype)
@@ -176,16 +176,15 @@ def _loaders(
     """
     loaders = {name: quantized[name].load for name in parameter.parts if name in quantized}
     others = [name for name in parameter.parts if name not in quantized]
-    can_round = parameter.is_experts or (parameter.is_projection and parameter.path[-1] != "in_proj_ba")
-    if quantize is None or not can_round or not others:
+    if quantize is None or not (parameter.is_experts or parameter.is_rounded) or not others:
         return loaders
     if parameter.is_experts and not parameter.is_stacked:  # one tensor with the matrices of all
         [name] = others
-        matrices = _read(tensors, name, config).reshape(-1, *parameter.shape[-2:])
+        matrices = read_tensor(tensors, name, config).reshape(-1, *parameter.shape[-2:])
         return {f"{name}[{i}]": partial(quantize, matrix) for i, matrix in enumerate(matrices)}
 
     def rounded(name: str) -> Matrix:
-        tensor = _read(tensors, name, config)
+        tensor = read_tensor(tensors, name, config)
         return quantize(tensor.reshape(len(tensor), -1))
 
     return loaders | {name: partial(rounded, name) for name in others}
@@ -248,7 +247,7 @@ def _check(
         )
 
 
-def _read(tensors: Mapping[str, TensorInfo], name: str, config: TargetConfig | DraftConfig) -> np.ndarray:
+def read_tensor(tensors: Mapping[str, TensorInfo], name: str, config: TargetConfig | DraftConfig) -> np.ndarray:
     """Load a tensor in the checkpoint's shape; one that has a scale is dequantised to float32."""
     array = tensors[name].load()
     scale = next((tensors[name + suffix] for suffix in SCALE_SUFFIXES if name + suffix in tensors), None)

@@ -44,6 +44,13 @@ def words_to_numbers(words: Int32[np.ndarray, "rows words"]) -> Numbers:
     return to_numbers(np.ascontiguousarray(words).view(np.uint8))
 
 
+def numbers_to_words(numbers: Numbers) -> Int32[np.ndarray, "rows words"]:
+    """int32 of eight 4-bit numbers each, the lowest first; places without a number are 0."""
+    padded = np.pad(numbers, [(0, 0), (0, -numbers.shape[1] % 8)])
+    words: Int32[np.ndarray, "rows words"] = np.ascontiguousarray(to_pairs(padded)).view("<i4")
+    return words
+
+
 def from_gptq(qweight: Int32[np.ndarray, "words O"]) -> Pairs:
     """Rows of pairs of GPTQ's `qweight`, which packs along the inputs."""
     pairs = np.empty((qweight.shape[1], 4 * qweight.shape[0]), np.uint8)

@@ -91,6 +91,11 @@ class Parameter:
         return self.path[-1] in PROJECTIONS and not self.is_experts
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether quantising a model rounds it: the decays of Gated DeltaNet depend on its gates, which are small."""
+        return self.is_projection and self.path[-1] != "in_proj_ba"
+
+    @property
     def is_experts(self) -> bool:
         """Whether it holds the matrices of all experts of a layer."""
         return "experts" in self.path

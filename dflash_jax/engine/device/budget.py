@@ -66,7 +66,7 @@ def parameter_bytes(
     total = 0
     for parameter in parameters_of(checkpoint_table(config), config):
         size = math.prod(parameter.shape)
-        if bits is not None and parameter.is_projection and parameter.path[-1] != "in_proj_ba":
+        if bits is not None and parameter.is_rounded:
             inputs = math.prod(parameter.shape[output_axes(parameter.axes) :])
             groups = size // math.gcd(inputs, ROUNDED_GROUP)
             total += size * bits // 8 + groups * (2 + has_zeros)
