@@ -27,7 +27,7 @@ from dflash_jax.serve.engine_link.link_messages import (
     ToEngine,
 )
 
-READY = Ready(max_model_len=64, vocab_size=8, num_speculative_tokens=3, kv_tokens=1024)
+READY = Ready(max_model_len=64, vocab_size=8, num_speculative_tokens=3, kv_tokens=1024, max_num_seqs=2)
 PATIENCE = 20
 
 

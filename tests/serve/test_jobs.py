@@ -28,7 +28,7 @@ class ScriptedClient(EngineClient):
 
     def __init__(self, script):
         super().__init__(Start("", None, {}, "info"), restarts=False)
-        self.ready = Ready(max_model_len=100, vocab_size=10, num_speculative_tokens=3, kv_tokens=100)
+        self.ready = Ready(max_model_len=100, vocab_size=10, num_speculative_tokens=3, kv_tokens=100, max_num_seqs=2)
         self.script, self.aborted, self.player = script, [], None
 
     async def open(self, stream, requests):

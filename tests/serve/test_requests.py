@@ -22,7 +22,7 @@ MAX_MODEL_LEN = 64
 @pytest.fixture
 def state():
     client = EngineClient(Start("", None, {}, "info"), restarts=False)
-    client.ready = Ready(MAX_MODEL_LEN, vocab_size=1024, num_speculative_tokens=3, kv_tokens=100)
+    client.ready = Ready(MAX_MODEL_LEN, vocab_size=1024, num_speculative_tokens=3, kv_tokens=100, max_num_seqs=2)
     return ServerState(
         ServeArgs(), Renderer(RECITER / "target"), client, Metrics(EngineStats, prefix="", model="m"), {}
     )

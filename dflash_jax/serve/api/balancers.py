@@ -47,7 +47,7 @@ def balancers_router(state: ServerState) -> APIRouter:
             "speculative_num_draft_tokens": ready.num_speculative_tokens + 1 if ready.num_speculative_tokens else None,
             "max_model_len": ready.max_model_len,
             "max_total_num_tokens": ready.kv_tokens,
-            "max_running_requests": state.args.engine.max_num_seqs,
+            "max_running_requests": ready.max_num_seqs,
             "page_size": state.args.engine.page_size,
             "tp_size": state.args.engine.tensor_parallel_size,
             "dp_size": 1,
@@ -80,5 +80,5 @@ def rank_load(state: ServerState) -> dict[str, Any]:
         "max_total_num_tokens": ready.kv_tokens,
         "token_usage": stats.kv_cache_usage,
         "cache_hit_rate": stats.num_prefix_hits / max(stats.num_prefix_queries, 1),
-        "max_running_requests": state.args.engine.max_num_seqs,
+        "max_running_requests": ready.max_num_seqs,
     }

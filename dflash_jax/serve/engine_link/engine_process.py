@@ -333,6 +333,7 @@ def main(arguments: list[str]) -> int:
             vocab_size=engine.spec.target.vocab_size,
             num_speculative_tokens=config.num_speculative_tokens,
             kv_tokens=engine.layout.num_tokens,
+            max_num_seqs=config.max_num_seqs,
         )
     )
     server.serve()

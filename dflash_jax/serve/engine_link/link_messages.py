@@ -101,12 +101,14 @@ class Ready(Message):
         vocab_size: V, tokens of the vocabulary.
         num_speculative_tokens: most drafts of a round; 0 without a drafter.
         kv_tokens: tokens that the KV cache has room for.
+        max_num_seqs: most sequences that run side by side.
     """
 
     max_model_len: int
     vocab_size: int
     num_speculative_tokens: int
     kv_tokens: int
+    max_num_seqs: int
 
 
 class CompletionDelta(msgspec.Struct, array_like=True):
