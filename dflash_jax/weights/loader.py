@@ -190,6 +190,19 @@ def _loaders(
     return loaders | {name: partial(rounded, name) for name in others}
 
 
+def wide_parameters(folder: Path, config: TargetConfig | DraftConfig) -> list[Parameter]:
+    """The parameters of a checkpoint that is not packed: its matrices have 16 or 32 bits, or are in fp8. Reads headers.
+
+    Raises:
+        CheckpointError: as `load_params`; packed matrices are missing ones.
+    """
+    tensors = list_tensors(folder)
+    naming = naming_of(tensors, config)
+    table = checkpoint_table(config, naming)
+    _check(folder, _without_skipped(folder, tensors, config), table, config, naming, {})
+    return parameters_of(table, config)
+
+
 def _without_skipped(
     folder: Path, tensors: dict[str, TensorInfo], config: TargetConfig | DraftConfig
 ) -> dict[str, TensorInfo]:

@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.base.errors import ConfigError
@@ -170,6 +170,7 @@ OPTIONS = [
 
 @settings(deadline=None, max_examples=400)
 @given(st.lists(st.lists(st.sampled_from(PIECES), max_size=6).map("".join), max_size=8), st.sampled_from(OPTIONS))
+@example(["<function=book><parameter=city></think>"], OPTIONS[-3])
 def test_any_chunks_of_any_text(chunks, options):
     text = "".join(chunks)
     parsed = parser(**options).parse_all(text)

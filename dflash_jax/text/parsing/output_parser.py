@@ -144,7 +144,7 @@ class OutputParser:
             text = self._calls.give_back()
         else:
             text, self._buffer = self._buffer, ""
-        self._text(text)
+        self._returned(text)
         if self._region is _Region.REASONING:  # it ended with the first call, if there is one
             self._region = _Region.CONTENT
             self._text(self._take_undecided())
@@ -172,8 +172,7 @@ class OutputParser:
         self._text(self._buffer[:at])
         self._buffer = self._buffer[at + len(tag) :]
         if tag == END_THINK:
-            self._emit(Delta(reasoning=self._take_undecided()))
-            self._region = _Region.CONTENT
+            self._end_reasoning()
         elif tag:
             self._open(self._readers[tag], tag)
         return bool(tag)
@@ -219,10 +218,22 @@ class OutputParser:
             except Malformed as error:
                 self._reading = None
                 raw = self._calls.give_back(malformed=True)
-                self._text(raw[: len(raw) - error.unread])
+                self._returned(raw[: len(raw) - error.unread])
                 self._buffer = raw[len(raw) - error.unread :] + text[at:]
                 return True
         return False
+
+    def _returned(self, text: str) -> None:
+        """Take the text of what was no call, which may have swallowed the end of the reasoning."""
+        before, tag, after = text.partition(END_THINK) if self._region is _Region.REASONING else (text, "", "")
+        self._text(before)
+        if tag:
+            self._end_reasoning()
+            self._text(after)
+
+    def _end_reasoning(self) -> None:
+        self._emit(Delta(reasoning=self._take_undecided()))
+        self._region = _Region.CONTENT
 
     def _text(self, text: str) -> None:
         if self._region is _Region.REASONING:
