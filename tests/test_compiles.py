@@ -7,7 +7,7 @@ import pytest
 
 from dflash_jax import LLM, SamplingParams, StructuredOutputsParams
 from dflash_jax.engine.device.shapes import Shapes, ladder
-from dflash_jax.engine.device.steps import compiler_options
+from dflash_jax.parallel.platform import compiler_options
 from tests.pairs import BYTE_VOCABULARY, DRAFT, EOS, MASK, TARGET, prompt, write_byte_tokenizer, write_model
 
 

@@ -30,9 +30,9 @@ from dflash_jax.engine.device.memory import (
 )
 from dflash_jax.engine.device.pools import make_caches, place_layers
 from dflash_jax.engine.device.slots import DEFERRED
-from dflash_jax.engine.device.steps import compiler_options
 from dflash_jax.options import EngineArgs, EngineConfig
 from dflash_jax.parallel.mesh import Mesh
+from dflash_jax.parallel.platform import compiler_options
 from dflash_jax.spec import draft_config, target_config
 from dflash_jax.state.group import PageGroup
 from dflash_jax.state.layout import Layout

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from dflash_jax.engine.device.steps import bind_target, compiler_options
+from dflash_jax.engine.device.steps import bind_target
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.host.sequence import Sequence
 from dflash_jax.models.target import TargetModel
+from dflash_jax.parallel.platform import compiler_options
 from dflash_jax.train.cache import SequenceCache
 
 

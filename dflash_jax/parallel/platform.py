@@ -1,9 +1,10 @@
-"""The platform that JAX runs on, and the folder of its compilation cache."""
+"""The platform that JAX runs on: its memory, how XLA compiles for it, and the folder of compiled programs."""
 
 from __future__ import annotations
 
 import ctypes
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 
@@ -11,6 +12,18 @@ from dflash_jax.base.env import MOST_CLAIMED, cache_folder
 
 # CUDA takes it of a GPU beside JAX's allocator, for its context and the code of kernels: 0.67 GiB measured on an H200.
 OUTSIDE_BYTES = 768 << 20
+# dot_merger off: XLA would concatenate the context weights of all drafter layers into one array, in every round.
+# triton_gemm off: XLA would compile dozens of Triton kernels of each product to try them, a minute for a program, and
+# picks none that is faster there.
+COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_enable_triton_gemm": False}
+# float-normalization off: XLA would convert a whole pool of bfloat16 or fp8 pages to write one token, and back.
+# One codegen part: a program is compiled in one thread of low priority; XLA's own threads would hold up others' rounds.
+CPU_COMPILER_OPTIONS: dict[str, Any] = {
+    "xla_disable_hlo_passes": ",".join(f"float-normalization-{name}" for name in ("bf16", "f8e4m3fn", "f8e5m2")),
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+# XLA times matrix products while it compiles, over operands of its own: 2.4 GiB for the head of Qwen3.6-27B.
+UNTIMED_OPTIONS: dict[str, Any] = {"xla_gpu_autotune_level": 0}
 
 
 def runs_on_cpus() -> bool:
@@ -45,6 +58,18 @@ def _bytes_of_gpu() -> int | None:
         lambda: driver.cuDeviceTotalMem_v2(ctypes.byref(size), device),
     )
     return None if any(call() for call in calls) else size.value
+
+
+def compiler_options(platform: str, *, has_room: bool = True) -> dict[str, Any]:
+    """XLA's options for programs that run on devices of this platform.
+
+    Args:
+        platform: as `jax.Device.platform` names it.
+        has_room: whether the device has memory left for another copy of the largest parameter; without it, XLA takes
+            the matrix products that its heuristics choose.
+    """
+    options = COMPILER_OPTIONS | (CPU_COMPILER_OPTIONS if platform == "cpu" else {})
+    return options if has_room else options | UNTIMED_OPTIONS
 
 
 def enable_compilation_cache() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as Spec
 
-from dflash_jax.engine.device.steps import compiler_options
+from dflash_jax.parallel.platform import compiler_options
 from dflash_jax.weights.formats.weight import logits_of, project
 from pallas_kernels import _compat, largest_product, product, split_product, swiglu
 from pallas_kernels.lib.streams import Config

@@ -16,8 +16,6 @@ Source of the rules: arXiv 2602.06036 section 4.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -49,32 +47,7 @@ from dflash_jax.state.paged_kv import PagedKVCache
 from dflash_jax.state.recurrent import RecurrentStates
 from dflash_jax.weights.loader import Params
 
-# dot_merger off: XLA would concatenate the context weights of all drafter layers into one array, in every round.
-# triton_gemm off: XLA would compile dozens of Triton kernels of each product to try them, a minute for a program, and
-# picks none that is faster there.
-COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_enable_triton_gemm": False}
-# float-normalization off: XLA would convert a whole pool of bfloat16 or fp8 pages to write one token, and back.
-# One codegen part: a program is compiled in one thread of low priority; XLA's own threads would hold up others' rounds.
-CPU_COMPILER_OPTIONS: dict[str, Any] = {
-    "xla_disable_hlo_passes": ",".join(f"float-normalization-{name}" for name in ("bf16", "f8e4m3fn", "f8e5m2")),
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
-# XLA times matrix products while it compiles, over operands of its own: 2.4 GiB for the head of Qwen3.6-27B.
-UNTIMED_OPTIONS: dict[str, Any] = {"xla_gpu_autotune_level": 0}
 SCORED_ROWS = 64  # tokens of a prompt whose logits are computed at a time: those of a whole chunk would not fit
-
-
-def compiler_options(platform: str, *, has_room: bool = True) -> dict[str, Any]:
-    """XLA's options for programs that run on devices of this platform.
-
-    Args:
-        platform: as `jax.Device.platform` names it.
-        has_room: whether the device has memory left for another copy of the largest parameter; without it, XLA takes
-            the matrix products that its heuristics choose.
-    """
-    options = COMPILER_OPTIONS | (CPU_COMPILER_OPTIONS if platform == "cpu" else {})
-    return options if has_room else options | UNTIMED_OPTIONS
-
 
 Chosen = tuple[Int[Array, "B T"], Float[Array, "B T"], Logprobs | None]  # tokens, scores, log-probabilities
 

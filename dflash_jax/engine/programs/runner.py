@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from dflash_jax.engine.device import steps
 from dflash_jax.engine.device.acceptance import Confirm, accepted
 from dflash_jax.engine.device.budget import has_room, log_peak
 from dflash_jax.engine.device.controls import empty_controls
@@ -41,6 +40,7 @@ from dflash_jax.engine.programs.step_program import STEPS, State, stand_ins
 from dflash_jax.engine.programs.store import programs
 from dflash_jax.options import EngineConfig
 from dflash_jax.parallel.mesh import Mesh
+from dflash_jax.parallel.platform import compiler_options
 from dflash_jax.state.layout import Layout
 
 
@@ -111,7 +111,7 @@ class ModelRunner:
                 step.donated,
                 (*step.state(state, shape.mode), *step.inputs(stand_ins(shape, state, self.spec))),
                 step.static(spec=self.spec, length=shape.tokens, mode=shape.mode, confirm=self._confirm),
-                steps.compiler_options(self.spec.mesh.platform, has_room=self._has_room),
+                compiler_options(self.spec.mesh.platform, has_room=self._has_room),
             )
             self._programs[shape] = self._store.find(program)
         return self._programs[shape]
