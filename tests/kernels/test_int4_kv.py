@@ -140,8 +140,6 @@ def test_the_kernel_stores_the_reference_s_numbers(H):
 
 @by_implementation
 def test_a_context_is_a_write_for_each_layer(implementation, interpret):
-    if ON_GPU and implementation == "reference":
-        pytest.skip("XLA fuses multiplications and additions of the two programs differently, so that ties may differ")
     heads, rotary, norms = context(norms="norms")
     how, slots = {"implementation": implementation, "interpret": interpret}, some_slots()
     H = heads[0].shape[-1]
@@ -157,6 +155,13 @@ def test_a_context_is_a_write_for_each_layer(implementation, interpret):
             dataclasses.replace(rotary, k_norm=norms[layer]),
         )
     assert len(FIRST_PAGES) < L
+    if ON_GPU and implementation == "reference":  # XLA fuses the two programs differently there: ties may round apart
+        for stored, expected in zip(found, (k_pages, v_pages), strict=True):
+            step = np.asarray(expected.scale, np.float64)[..., None]
+            apart = np.abs(elements(stored) - elements(expected)) / np.where(step > 0, step, 1)
+            assert apart.max() < 1.01
+            assert (apart > 0.01).mean() < 0.01
+        return
     for array, expected in zip(jax.tree.leaves(found), jax.tree.leaves((k_pages, v_pages)), strict=True):
         same_bits(array, np.asarray(expected))
 
