@@ -8,6 +8,7 @@ a page a step, and prefetches the pages of the next item while it finishes one. 
 
 * one producer follows the page table and starts TMA copies of pages into a ring in shared memory;
 * over fp8 pages, a converter splits the queries and converts values to float16, exactly, into a second, small ring;
+  over 4-bit pages one converts values and one keys (``mosaic_int4``);
 * consumers take pages in turn, each with its own online softmax: S = Q K^T and P V by wgmma with P, and where it fits
   Q, in registers. At the end of an item they exchange halves of their sums, and each merges and writes half of the
   columns: of the result, or, if keys are split, of the sums, which ``combine_jnp`` merges.
@@ -35,6 +36,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
+from pallas_kernels.lib import int4_kv
+from pallas_kernels.lib.int4_kv import is_int4
 from pallas_kernels.lib.shared_memory import tiled
 from pallas_kernels.paged_attention import mosaic_prefill
 from pallas_kernels.paged_attention.arguments import Arguments
@@ -64,8 +67,13 @@ def refusal(args: Arguments) -> str | None:
     H, dtype = args.q.shape[-1], args.k_pages.dtype
     if args.q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"The Mosaic paged attention takes bf16, f16 and f32 queries; these are {args.q.dtype}."
-    if dtype not in (jnp.bfloat16, jnp.float16) and not _compat.is_fp8(dtype):
-        return f"The Mosaic paged attention reads bf16, f16, e4m3 and e5m2 pages; these are {dtype}."
+    if is_int4(args.k_pages) and (H != 128 or _is_long(args)):
+        return (
+            "The Mosaic paged attention over 4-bit pages takes up to 256 query rows a kv head, of 128 numbers; these "
+            f"are {args.group * head_rows(args.q.shape[1])} of {H}."
+        )
+    if dtype not in (jnp.bfloat16, jnp.float16) and not _compat.is_fp8(dtype) and not is_int4(args.k_pages):
+        return f"The Mosaic paged attention reads bf16, f16, e4m3, e5m2 and 4-bit pages; these are {dtype}."
     if H not in (64, 128, 256):
         return f"The Mosaic paged attention needs a head size of 64, 128 or 256; this is {H}."
     if args.page_size != 64:
@@ -103,10 +111,10 @@ def _is_at_least_as_fast(args: Arguments) -> bool:
     capacity = args.page_table.shape[1] * args.page_size
     # On a full card keys need no split, so nothing has to be merged. With fp8 pages half a card is enough, except for
     # few rows; of those only calls of one token were measured.
-    is_fp8 = _compat.is_fp8(args.k_pages.dtype)
-    full = args.q.shape[0] * args.kv_heads > (0.45 if is_fp8 and rows > 16 else 0.9) * _compat.sm_count()
+    is_narrow = _compat.is_fp8(args.k_pages.dtype) or is_int4(args.k_pages)
+    full = args.q.shape[0] * args.kv_heads > (0.45 if is_narrow and rows > 16 else 0.9) * _compat.sm_count()
     fills = full and (rows > 16 or (T == 1 and capacity >= 1024))
-    if is_fp8:
+    if is_narrow:
         return H == 128 and rows <= ROWS and (fills or capacity >= 4096)
     if rows <= 16:
         return H == 128 and (fills or capacity >= 65536)
@@ -117,21 +125,28 @@ def default_config(args: Arguments) -> Config:
     """The configuration that was fastest on an H200 for this shape (BENCH.md)."""
     B, T, _, H = args.q.shape
     consumers = 1 if H > 128 else 2
-    wide = (1 if H > 128 else 2) if _compat.is_fp8(args.k_pages.dtype) else 0
+    converters = ("k", "v") if is_int4(args.k_pages) else ("v",) if _compat.is_fp8(args.k_pages.dtype) else ()
+    wide = (1 if H > 128 else 2) if converters else 0
     programs = B * args.kv_heads * pl.cdiv(args.group * head_rows(T), ROWS)
     splits = best_splits(programs, args.page_table.shape[1], _compat.sm_count())
     stages = 1
-    while stages < 8 and _shared_memory(args, Config(splits, consumers, stages + 1, wide)) <= _SHARED_MEMORY:
+    while (
+        stages < 8 and _shared_memory(args, Config(splits, consumers, stages + 1, wide, converters)) <= _SHARED_MEMORY
+    ):
         stages += 1
-    return Config(splits=splits, consumers=consumers, stages=stages, wide=wide)
+    return Config(splits, consumers, stages, wide, converters)
 
 
 def _shared_memory(args: Arguments, config: Config) -> int:
     """Bytes of shared memory of a CTA, without barriers."""
-    H, S, size = args.q.shape[-1], args.page_size, args.k_pages.dtype.itemsize
-    ring = config.consumers * (config.stages * 2 * S * H * size + config.wide * S * H * 2)
+    H, S = args.q.shape[-1], args.page_size
+    page = S * (int4_kv.head_bytes(H) if config.is_packed else H * args.k_pages.dtype.itemsize)
+    ring = config.consumers * (config.stages * 2 * page + config.wide * (1 + config.is_packed) * S * H * 2)
     merging = ROWS * H * 4 if config.consumers > 1 else 0
-    queries = ROWS * H * (terms(args.k_pages.dtype) * size + (args.q.dtype.itemsize if config.wide else 0))
+    if config.splits_queries:
+        queries = ROWS * H * (terms(args.k_pages.dtype) * args.k_pages.dtype.itemsize + args.q.dtype.itemsize)
+    else:
+        queries = ROWS * H * 2
     result = ROWS * H * args.q.dtype.itemsize if config.splits == 1 else 0
     return ring + queries + merging + result + 12 * ROWS * 4
 
@@ -153,13 +168,13 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     order = longest_first(block_bounds) if items > ctas else jnp.arange(B, dtype=jnp.int32)
     inputs = _compat.vary_alike(
         ordered(block_bounds, order), row_bounds, args.page_table, args.scores_scale, args.v_scale, padded(args),
-        *args.arrays,
+        *jax.tree.leaves((args.k_pages, args.v_pages)),
     )  # fmt: skip
     out_rows = rows if blocks == 1 and config.consumers > 1 else ROWS
     sums = (B, K, config.splits, blocks, ROWS)
     shapes = [(*sums[:-1], out_rows, H), sums, sums] if config.splits > 1 else [(B, copied_tokens(args), N * H)]
     dtype = jnp.float32 if config.splits > 1 else args.q.dtype
-    shape = Shape(config, args.page_size, K, blocks, args.group, copied_tokens(args), items, ctas)
+    shape = Shape(config, args.page_size, K, H, blocks, args.group, copied_tokens(args), items, ctas)
 
     def paged_attention_kernel(*refs: Any, **scratch: Any) -> None:  # profilers show its name
         attend(*refs, shape=shape, **scratch)
@@ -169,7 +184,7 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
         out_type=[_compat.out_like(shape, dtype, inputs[0]) for shape in shapes],
         grid=(ctas,),
         grid_names=("cta",),
-        num_threads=config.consumers + config.converters + 1,
+        num_threads=config.consumers + len(config.converters) + 1,
         thread_name="warpgroup",
         scratch_types=_scratch(args, config),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -190,27 +205,35 @@ def _by_head(x: Array, args: Arguments) -> Array:
 
 def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
     """Shared memory and barriers of a CTA, by name."""
-    H, S, dtype, consumers = args.q.shape[-1], args.page_size, args.k_pages.dtype, config.consumers
+    H, S, consumers = args.q.shape[-1], args.page_size, config.consumers
+    dtype: Any = args.compute_dtype if config.is_packed else args.k_pages.dtype
     slots, wide, tokens = consumers * config.stages, consumers * config.wide, copied_tokens(args)
     of_rows: Any = plgpu.SMEM if tokens < TILE else tiled  # TMA cannot copy fewer rows than a tile has into tiles
     scratch = {
-        "q_s": tiled((terms(dtype) * ROWS, H), dtype) if wide else of_rows((ROWS, H), dtype),
+        "q_s": tiled((terms(dtype) * ROWS, H), dtype) if config.splits_queries else of_rows((ROWS, H), dtype),
         "bounds_s": plgpu.SMEM((3, ROWS), jnp.int32),
-        "k_s": tiled((slots, S, H), dtype),
-        "v_s": tiled((slots, S, H), dtype),
+        "k_s": tiled((slots, S, H // 2), jnp.uint8) if config.is_packed else tiled((slots, S, H), dtype),
+        "v_s": tiled((slots, S, H // 2), jnp.uint8) if config.is_packed else tiled((slots, S, H), dtype),
         "sums_s": plgpu.SMEM((2 * consumers, 2, ROWS), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=len(pieces(tokens)) + 1),
-        "q_empty": plgpu.Barrier(num_arrivals=consumers + config.converters),
-        **{name: plgpu.Barrier(num_barriers=slots) for name in ("k_full", "k_empty", "v_full", "v_empty")},
+        "q_empty": plgpu.Barrier(num_arrivals=consumers + config.splits_queries),
+        **{name: plgpu.Barrier(num_barriers=slots) for name in ("k_empty", "v_empty")},
+        **{
+            name: plgpu.Barrier(num_barriers=slots, num_arrivals=3 if config.is_packed else 1)
+            for name in ("k_full", "v_full")
+        },
     }
     if consumers > 1:
         scratch["acc_s"] = tiled((consumers, ROWS, H // consumers), jnp.float32)
         scratch |= {name: plgpu.Barrier(num_arrivals=consumers) for name in ("halves_sent", "free")}
     if config.splits == 1:
         scratch["out_s"] = of_rows((consumers, ROWS, H // consumers), args.q.dtype)
-    if wide:
+    if config.splits_queries:
         scratch |= {"q_ready": plgpu.Barrier(), "factor_s": plgpu.SMEM((ROWS,), jnp.float32)}
         scratch["rows_s"] = of_rows((ROWS, H), args.q.dtype)
-        scratch["wide_s"] = tiled((wide, S, H), args.compute_dtype)
-        scratch |= {name: plgpu.Barrier(num_barriers=wide) for name in ("wide_full", "wide_empty")}
+    if config.is_packed:
+        scratch |= {f"{x}_affine": plgpu.SMEM((slots, 2, S), int4_kv.SCALE_DTYPE) for x in "kv"}
+    for name in (f"wide_{x}" for parts in config.converters for x in parts):
+        scratch[f"{name}_s"] = tiled((wide, S, H), args.compute_dtype)
+        scratch |= {f"{name}_{state}": plgpu.Barrier(num_barriers=wide) for state in ("full", "empty")}
     return scratch

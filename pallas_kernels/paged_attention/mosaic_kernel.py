@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
+from pallas_kernels.paged_attention.mosaic_int4 import widened
 from pallas_kernels.paged_attention.mosaic_layouts import LOWEST, across, copy_layout
 from pallas_kernels.paged_attention.mosaic_work import Config, Shape, Work, for_items
 from pallas_kernels.paged_attention.rows import ROWS
@@ -19,11 +21,16 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array]  # weighted values, running maxim
 
 
 def attend(
-    block_bounds: Any, row_bounds: Any, page_table: Any, scores_scale: Any, v_scale: Any, q: Any, k_pages: Any,
-    v_pages: Any, *outputs: Any, shape: Shape, **s: Any,
+    block_bounds: Any, row_bounds: Any, page_table: Any, scores_scale: Any, v_scale: Any, q: Any, *refs: Any,
+    shape: Shape, **s: Any,
 ) -> None:  # fmt: skip
-    """The body of one CTA; ``s`` is its scratch. ``outputs`` are the result, or the sums of each split of the keys."""
+    """The body of one CTA; ``s`` is its scratch.
+
+    ``refs`` are the arrays of the pools, keys first, and the outputs: the result, or the sums of each split of keys.
+    """
     config = shape.config
+    arrays = 3 if config.is_packed else 1
+    k_pages, v_pages, outputs = refs[:arrays], refs[arrays : 2 * arrays], refs[2 * arrays :]
     cta, me = lax.axis_index("cta"), lax.axis_index("warpgroup")
     consumer, converter, producer = _registers(config)
 
@@ -38,20 +45,21 @@ def attend(
 
         for_items(cta, block_bounds, shape, step)
 
-    def convert() -> None:
+    def convert(parts: str) -> None:
         plgpu.set_max_registers(converter, action="decrease")
 
         def step(n: Any, work: Work) -> None:
-            plgpu.barrier_wait(s["q_full"])
-            _split_queries(s)
-            _convert(work, s)
+            if config.splits_queries:
+                plgpu.barrier_wait(s["q_full"])
+                _split_queries(s)
+            _convert(parts, work, s)
 
         for_items(cta, block_bounds, shape, step)
 
-    if config.wide:
-        pl.when(me == config.consumers)(convert)
+    for number, parts in enumerate(config.converters):
+        pl.when(me == config.consumers + number)(functools.partial(convert, parts))
 
-    @pl.when(me == config.consumers + config.converters)
+    @pl.when(me == config.consumers + len(config.converters))
     def _():
         plgpu.set_max_registers(producer, action="decrease")
 
@@ -66,7 +74,7 @@ def _attend_item(work: Work, me: Any, scales: tuple[Any, Any], outputs: Any, s: 
     config, head = work.shape.config, work.place.head
     scores_scale, v_scale = scales[0][head], scales[1][head]  # loaded early, since the latency is long
     plgpu.barrier_wait(s["q_full"])
-    if config.wide:
+    if config.splits_queries:
         plgpu.barrier_wait(s["q_ready"])
     column = plgpu.Layout.WGMMA.reduce(1)
     low, high, exists = (_compat.smem_load(s["bounds_s"].at[i], column) for i in range(3))
@@ -75,7 +83,7 @@ def _attend_item(work: Work, me: Any, scales: tuple[Any, Any], outputs: Any, s: 
         _write_result(sums, exists, v_scale, work, me, outputs[0], s)
     else:
         _write_sums(sums, work, me, outputs, s)
-    is_late = (work.turns(me) == 0) | (not _held(config, s["k_s"].shape[2]))
+    is_late = (work.turns(me) == 0) | (not _held(config, work.shape.head_size))
     pl.when(is_late)(lambda: plgpu.barrier_arrive(s["q_empty"]))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if config.consumers > 1:
@@ -85,8 +93,8 @@ def _attend_item(work: Work, me: Any, scales: tuple[Any, Any], outputs: Any, s: 
 def _fetch_item(
     n: Any, work: Work, row_bounds: Any, page_table: Any, arrays: tuple[Any, Any, Any], s: dict[str, Any]
 ) -> None:
-    """The producer's part of item ``n`` of a CTA: queries, bounds and pages; ``arrays`` are q, k_pages and v_pages."""
-    (q, k_pages, v_pages), b, block = arrays, work.place.b, work.place.block
+    """The producer's part of item ``n`` of a CTA: queries, bounds and pages; ``arrays`` are q and those of pools."""
+    (q, k_pages, v_pages), b, block, H = arrays, work.place.b, work.place.block, work.shape.head_size
     likely = page_table[b, 0]  # loaded before the number of the first page is known, since the latency is long
 
     @pl.when(n > 0)
@@ -94,8 +102,9 @@ def _fetch_item(
         plgpu.barrier_wait(s["q_empty"])
 
     for rows, tokens, n_head, _ in work.place.pieces():
-        source = q.at[b, tokens, pl.ds(n_head * k_pages.shape[3], k_pages.shape[3])]
-        plgpu.copy_gmem_to_smem(source, s["rows_s" if work.shape.config.wide else "q_s"].at[rows], s["q_full"])
+        source = q.at[b, tokens, pl.ds(n_head * H, H)]
+        target = s["rows_s" if work.shape.config.splits_queries else "q_s"]
+        plgpu.copy_gmem_to_smem(source, target.at[rows], s["q_full"])
     plgpu.copy_gmem_to_smem(row_bounds.at[b, block], s["bounds_s"], s["q_full"])
     is_other = (work.first > 0) & (work.count > 0)
     page = lax.cond(is_other, lambda: page_table[b, work.first], lambda: likely)
@@ -104,9 +113,13 @@ def _fetch_item(
 
 def _registers(config: Config) -> tuple[int, int, int]:
     """Registers of a thread of consumer, converter and producer; together at most what the CTA starts with."""
-    return {(1, 0): (232, 0, 40), (2, 0): (232, 0, 40), (1, 1): (232, 128, 40), (2, 1): (200, 80, 24)}[
-        config.consumers, config.converters
-    ]
+    return {
+        (1, 0): (232, 0, 40),
+        (2, 0): (232, 0, 40),
+        (1, 1): (232, 128, 40),
+        (2, 1): (200, 80, 24),
+        (2, 2): (152, 72, 24),
+    }[config.consumers, len(config.converters)]
 
 
 def _split_queries(s: dict[str, Any]) -> None:
@@ -120,7 +133,9 @@ def _split_queries(s: dict[str, Any]) -> None:
     H, dtype = s["rows_s"].shape[1], s["q_s"].dtype
     layout, size = copy_layout(H), ROWS // 2
     for start in range(0, ROWS, size):
-        rest = _compat.smem_load(s["rows_s"].at[pl.ds(start, size)], layout).astype(jnp.float32)
+        rows = s["rows_s"].at[pl.ds(start, size)]
+        # Eight neighbours of 32 bits cross the tiles' swizzle: Mosaic finds no plan without bank conflicts for them.
+        rest = _compat.smem_load(rows, layout, optimized=rows.dtype.itemsize < 4).astype(jnp.float32)
         largest = jnp.maximum(jnp.maximum(rest, -rest).max(axis=1), 1e-30)
         room = lax.bitcast_convert_type(_compat.max_finite(dtype) / largest, jnp.int32)
         scale = lax.bitcast_convert_type(room & 0x7F800000, jnp.float32)  # its exponent alone: a power of two
@@ -148,30 +163,43 @@ def _produce(work: Work, page: Any, page_table: Any, k_pages: Any, v_pages: Any,
             def _(x: str = x) -> None:
                 plgpu.barrier_wait(s[f"{x}_empty"].at[slot])
 
-            plgpu.copy_gmem_to_smem(pages.at[page, work.place.head], s[f"{x}_s"].at[slot], s[f"{x}_full"].at[slot])
+            numbers, *affine = (array.at[page, work.place.head] for array in pages)
+            plgpu.copy_gmem_to_smem(numbers, s[f"{x}_s"].at[slot], s[f"{x}_full"].at[slot])
+            for i, of_tokens in enumerate(affine):
+                plgpu.copy_gmem_to_smem(of_tokens, s[f"{x}_affine"].at[slot, i], s[f"{x}_full"].at[slot])
         return following
 
     lax.fori_loop(0, work.count, step, page)
 
 
-def _convert(work: Work, s: dict[str, Any]) -> None:
-    """The converter: write the values of every page of an item as float16 into slots of the page's consumer."""
+def _convert(parts: str, work: Work, s: dict[str, Any]) -> None:
+    """A converter: write keys ("k") or values ("v") of every page of an item as float16 into slots of its consumer."""
     config = work.shape.config
 
-    def step(i: Any, nothing: None) -> None:
+    def convert(x: str, i: Any) -> None:
         slot = work.slot(i, config.stages)[0]
         target, turn = work.slot(i, config.wide)
-        plgpu.barrier_wait(s["v_full"].at[slot])
-        values = _compat.smem_load(s["v_s"].at[slot], copy_layout(s["v_s"].shape[-1]))
-        plgpu.barrier_arrive(s["v_empty"].at[slot])
+        plgpu.barrier_wait(s[f"{x}_full"].at[slot])
+        source = s[f"{x}_s"].at[slot]
+        if config.is_packed:
+            halves = list(widened(source, s[f"{x}_affine"].at[slot]))
+        else:
+            halves = [_compat.smem_load(source, copy_layout(source.shape[-1]))]
+        plgpu.barrier_arrive(s[f"{x}_empty"].at[slot])
 
         @pl.when(turn > 0)
         def _():
-            plgpu.barrier_wait(s["wide_empty"].at[target])
+            plgpu.barrier_wait(s[f"wide_{x}_empty"].at[target])
 
-        _store_seen(values, s["wide_s"].at[target], i, work)
+        for part, values in enumerate(halves):
+            columns = pl.ds(part * values.shape[1], values.shape[1])
+            _store_seen(values, s[f"wide_{x}_s"].at[target, :, columns], i, work)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(s["wide_full"].at[target])
+        plgpu.barrier_arrive(s[f"wide_{x}_full"].at[target])
+
+    def step(i: Any, nothing: None) -> None:
+        for x in parts:
+            convert(x, i)
 
     lax.fori_loop(0, work.count, step, None)
 
@@ -202,29 +230,30 @@ def _consume(work: Work, me: Any, bounds: tuple[jax.Array, jax.Array], scores_sc
 
     All pages run the same copy of the code, since code that runs for the first time has to be read from memory.
     """
-    config, (S, H) = work.shape.config, s["k_s"].shape[1:]
+    config, S, H = work.shape.config, work.shape.page_size, work.shape.head_size
     column = plgpu.Layout.WGMMA.reduce(1)
     factor = jnp.full((ROWS,), scores_scale, jnp.float32)  # makes products base-2 logits
     factor = plgpu.layout_cast(factor, column)
-    if config.wide:
+    if config.splits_queries:
         factor = factor * _compat.smem_load(s["factor_s"], column)
     queries = [s["q_s"].at[pl.ds(term * ROWS, ROWS)] for term in range(s["q_s"].shape[0] // ROWS)]
     if held := _held(config, H):
-        layout = plgpu.Layout.WGMMA_8BIT if config.wide else plgpu.Layout.WGMMA
-        tiles = config.wide > 0 or work.shape.tokens > 1  # loads of untiled rows have bank conflicts
+        layout = plgpu.Layout.WGMMA_8BIT if config.splits_queries else plgpu.Layout.WGMMA
+        tiles = config.splits_queries or work.shape.tokens > 1  # loads of untiled rows have bank conflicts
         queries = [_compat.smem_load(q, layout, optimized=tiles) for q in queries]
 
     def products(i: Any) -> jax.Array:
-        slot = work.slot(i, config.stages)[0]
-        plgpu.barrier_wait(s["k_full"].at[slot])
+        ring, slots = ("wide_k", config.wide) if config.is_packed else ("k", config.stages)
+        slot = work.slot(i, slots)[0]
+        plgpu.barrier_wait(s[f"{ring}_full"].at[slot])
 
         def run(ref: Any) -> jax.Array:
             for q in queries:
-                plgpu.wgmma(ref, q, _compat.smem_transpose(s["k_s"].at[slot]))
+                plgpu.wgmma(ref, q, _compat.smem_transpose(s[f"{ring}_s"].at[slot]))
             return ref[...]
 
         scores = pl.run_scoped(run, plgpu.ACC((ROWS, S), jnp.float32))
-        plgpu.barrier_arrive(s["k_empty"].at[slot])
+        plgpu.barrier_arrive(s[f"{ring}_empty"].at[slot])
         return scores
 
     def masked(scores: jax.Array, i: Any) -> jax.Array:
@@ -266,7 +295,7 @@ def _held(config: Config, H: int) -> bool:
 def _weighted_values(acc: jax.Array, weights: jax.Array, i: Any, work: Work, s: dict[str, Any]) -> jax.Array:
     """``acc`` plus the weights times the values of page i, from the converted ring or from the ring of pages."""
     config = work.shape.config
-    name = "wide" if config.wide else "v"
+    name = "wide_v" if config.wide else "v"
     slot = work.slot(i, config.wide or config.stages)[0]
     values = s[f"{name}_s"].at[slot]
     weights = weights.astype(values.dtype)

@@ -22,18 +22,25 @@ class Config:
         splits: of the keys.
         consumers: warpgroups of a CTA that attend.
         stages: pages of the TMA ring of each consumer.
-        wide: slots of converted values of each consumer, for fp8 pages; 0 for others.
+        wide: slots of converted values of each consumer, for fp8 and 4-bit pages; 0 for others.
+        converters: what each warpgroup that converts has: "v", of fp8 pages; "k" and "v", or both, of 4-bit pages.
     """
 
     splits: int
     consumers: int
     stages: int
     wide: int
+    converters: tuple[str, ...] = ()
 
     @property
-    def converters(self) -> int:
-        """Warpgroups that convert values."""
-        return min(self.wide, 1)
+    def is_packed(self) -> bool:
+        """Whether pages have 4 bits: keys are converted, too, and queries are not split."""
+        return "k" in "".join(self.converters)
+
+    @property
+    def splits_queries(self) -> bool:
+        """Whether queries become a sum of terms in fp8, for products with keys as they are."""
+        return self.wide > 0 and not self.is_packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +51,7 @@ class Shape:
         config: of the call.
         page_size: tokens a page.
         kv_heads: K.
+        head_size: H.
         blocks: of rows of a kv head.
         group: query heads of a kv head.
         tokens: rows of a query head in q and in the result.
@@ -54,6 +62,7 @@ class Shape:
     config: Config
     page_size: int
     kv_heads: int
+    head_size: int
     blocks: int
     group: int
     tokens: int

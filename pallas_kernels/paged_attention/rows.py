@@ -11,7 +11,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
-from pallas_kernels.paged_attention.arguments import Arguments, key_range
+from pallas_kernels.lib.int4_kv import is_int4, rotated
+from pallas_kernels.paged_attention.arguments import Arguments, key_range, operand
 
 ROWS = 64  # rows of a block: those of one wgmma
 TILE = 8  # rows of a tile of shared memory, the fewest that TMA copies into tiles
@@ -82,9 +83,13 @@ def padded(args: Arguments) -> Float[Array, "B R NH"]:
     """Queries padded to ``copied_tokens`` rows, heads side by side.
 
     They have the dtype of 16-bit pages. Over fp8 pages they keep theirs, and the kernel splits them into ``terms``.
+    Over 4-bit pages they are rotated as keys are, in float16.
     """
     B, T, N, H = args.q.shape
-    q = args.q if _compat.is_fp8(args.k_pages.dtype) else args.q.astype(args.k_pages.dtype)
+    if is_int4(args.k_pages):
+        q = operand(rotated(args.q), args.compute_dtype)
+    else:
+        q = args.q if _compat.is_fp8(args.k_pages.dtype) else args.q.astype(args.k_pages.dtype)
     return jnp.pad(q.reshape(B, T, N * H), ((0, 0), (0, copied_tokens(args) - T), (0, 0)))
 
 

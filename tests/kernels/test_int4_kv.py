@@ -187,6 +187,10 @@ GEOMETRIES = [
     Geometry(B=3, T=5, N=6, K=2, H=128, dtype=F32, window=7),
     Geometry(B=3, T=16, N=2, K=1, H=256, S=64, M=3, dtype=F32, mask="block", window=20),
     Geometry(B=3, T=40, N=4, K=2, S=32, dtype=F32),  # 80 rows of a kv head: two blocks
+    # Those that the Mosaic kernel takes.
+    Geometry(B=3, T=1, N=6, K=2, H=128, S=64, M=4, dtype=F32),
+    Geometry(B=3, T=16, N=6, K=2, H=128, S=64, M=5, dtype=F32, mask="block", window=100),
+    Geometry(B=3, T=40, N=6, K=2, H=128, S=64, M=3, dtype=F32),
 ]
 
 
@@ -248,7 +252,7 @@ def test_kernels_refuse_in_a_sentence():
     stored, _ = in_4_bits(call)
     with pytest.raises(NotImplementedError, match="4-bit heads of at least 32; this is 16"):
         paged_attention(*stored.arguments, implementation="triton", interpret=True)
-    with pytest.raises(NotImplementedError, match="these are int4"):
+    with pytest.raises(NotImplementedError, match="of 128 numbers; these are 16 of 16"):
         paged_attention(*stored.arguments, implementation="mosaic")
 
 
@@ -265,6 +269,9 @@ def test_attention_lowers(T, N, K, H):
     for options in ({}, {"mask": "block", "window": 100}):
         f = functools.partial(paged_attention, implementation="triton", **options)
         assert "xla.gpu.triton" in cuda_lowering(f, *arguments)
+        if H == 128:
+            f = functools.partial(paged_attention, implementation="mosaic", **options)
+            assert "@mosaic_gpu_v2" in cuda_lowering(f, *arguments)
 
 
 @pytest.mark.parametrize("H", [32, 128, 256])

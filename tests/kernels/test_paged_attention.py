@@ -204,6 +204,14 @@ def test_float16_pages_and_float32_queries(attend):
     assert error(out, brute_force(call)) <= 1e-2
 
 
+def test_float32_queries_over_fp8_pages(attend):
+    geometry = Geometry(B=2, T=4, N=4, K=2, H=128, S=64, M=3, dtype=E4M3)
+    call = random_call(geometry, 9, [70, 190], [4, 3], q_dtype=F32, scales=True)
+    out = attend(*call.arguments, **call.options)
+    assert out.dtype == F32
+    assert error(out, brute_force(call)) <= 1e-2
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
