@@ -14,23 +14,28 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import registry
 from pallas_kernels.gated_delta.reference import CHUNK, Kept, Weights
-from pallas_kernels.registry import AMPERE_ON
+from pallas_kernels.registry import AMPERE_ON, HOPPER
 
 __all__ = ["CHUNK", "FOLD", "PREFILL", "VERIFY", "Kept", "Weights", "fold", "prefill", "verify"]
 
-Implementation = Literal["triton", "reference"]
+Implementation = Literal["mosaic", "triton", "reference"]
 
 
-def _operation(name: str, module: str = "triton") -> registry.Operation:
+def _operation(name: str, *faster: registry.Implementation, module: str = "triton") -> registry.Operation:
     kernel = registry.Implementation(
         "triton", f"pallas_kernels.gated_delta.{module}:{name}", AMPERE_ON, refusal="refusal", interprets=True
     )
     plain = registry.Implementation("reference", f"pallas_kernels.gated_delta.reference:{name}")
-    return registry.Operation(f"gated_delta_{name}", (kernel, plain))
+    return registry.Operation(f"gated_delta_{name}", (*faster, kernel, plain))
+
+
+def _on_hopper(name: str) -> registry.Implementation:
+    return registry.Implementation("mosaic", f"pallas_kernels.gated_delta.mosaic:{name}", HOPPER, refusal="refusal")
 
 
 # A call is (kept, weights).
-VERIFY, FOLD, PREFILL = _operation("verify"), _operation("fold"), _operation("prefill", "prompts")
+VERIFY, FOLD = _operation("verify", _on_hopper("verify")), _operation("fold", _on_hopper("fold"))
+PREFILL = _operation("prefill", module="prompts")
 
 
 def verify(
@@ -59,8 +64,9 @@ def verify(
       inputs: of the convolution, of the block's tokens.
       gates: their projections (b, a).
       length: tokens of each block, 0..T; what follows them is padding, whose outputs mean nothing.
-      implementation: ``"triton"`` or ``"reference"``; None picks Triton on NVIDIA GPUs from sm_80 on. They must not be
-        mixed for one sequence if its states are to have the same bits.
+      implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None picks Mosaic on Hopper, where heads of 128 and
+        tapes of at most 16 tokens let it, and Triton on other NVIDIA GPUs from sm_80 on. They must not be mixed for one
+        sequence if its states are to have the same bits.
       interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
 
     Returns:

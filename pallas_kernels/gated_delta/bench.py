@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.gated_delta import Kept, Weights, bench_prompts, reference, triton
+from pallas_kernels.gated_delta import Kept, Weights, bench_prompts, mosaic, reference, triton
 from pallas_kernels.gated_delta.prepare import Block, prepare
 from pallas_kernels.lib import timing
 
 HEADS = {"27b": (16, 48), "122b": (16, 64), "35b": (16, 32), "122b-tp2": (8, 32)}  # HK, HV; dk = dv = 128
+Run = Callable[..., tuple[Any, Kept]]
 LAYERS, SIZE, TAPE, TAPS = 12, 128, 16, 4
 FORMS = ("recurrence", "rows", "tf32x3", "bf16x6", "bf16x3")
 
@@ -41,8 +42,8 @@ def case(model: str, layers: int, batch: int, tokens: int, dtype: Any = jnp.bflo
     return kept, weights, normal(layers, batch, tokens, HK, channels), normal(layers, batch, tokens, HV, 2)
 
 
-def check(model: str, config: triton.Config, accepted: int) -> dict[str, Any]:
-    """Errors of a form against plain JAX in float32, and whether folding gives the bits of decoding.
+def check(model: str, name: str, verify: Run, fold: Callable[..., Kept], accepted: int) -> dict[str, Any]:
+    """Errors of a kernel against plain JAX in float32, and whether folding gives the bits of decoding.
 
     Returns:
         Relative errors (norm over norm) of outputs and states, whether the states of decoded and of verified tokens
@@ -51,7 +52,6 @@ def check(model: str, config: triton.Config, accepted: int) -> dict[str, Any]:
     """
     kept, weights, inputs, gates = case(model, 1, 2, TAPE, jnp.float32)
     rows, none, some = jnp.arange(2), jnp.zeros(2, jnp.int32), jnp.full(2, accepted, jnp.int32)
-    verify, fold = (functools.partial(f, config=config) for f in (triton.verify, triton.fold))
     block = inputs[0], gates[0], jnp.full(2, TAPE, jnp.int32)
     outputs, verified = verify(kept, weights, rows, some, *block)
     expected, expected_kept = jax.jit(reference.verify)(kept, weights, rows, some, *block)
@@ -65,9 +65,7 @@ def check(model: str, config: triton.Config, accepted: int) -> dict[str, Any]:
     one, other = np.stack(alone, 1), np.asarray(outputs[:, :accepted])
     rounded = [np.asarray(jnp.asarray(x, jnp.bfloat16)) for x in (one, other)]
     return {
-        "check": config.form,
-        "columns": config.columns,
-        "warps": config.num_warps,
+        "check": name,
         "error of outputs": _error(outputs, expected),
         "error of states": _error(verified.state, expected_kept.state),
         "states as decoded": bool(np.array_equal(decoded.state, folded.state)),
@@ -78,9 +76,6 @@ def check(model: str, config: triton.Config, accepted: int) -> dict[str, Any]:
 
 def _error(found: jax.Array, expected: jax.Array) -> str:
     return f"{float(jnp.linalg.norm((found - expected).ravel()) / jnp.linalg.norm(expected.ravel())):.1e}"
-
-
-Run = Callable[..., tuple[Any, Kept]]
 
 
 def program(run: Run, batch: int) -> Any:
@@ -106,12 +101,12 @@ def only_prepare(mixes: bool) -> Run:
     return run
 
 
-def only_fold(config: triton.Config) -> Run:
+def only_fold(fold: Callable[..., Kept]) -> Run:
     """Fold alone, into the same rows."""
 
     def run(kept: Kept, weights: Weights, rows: Any, count: Any, *block: Any) -> tuple[Any, Kept]:
         del block
-        return count, triton.fold(kept, weights, rows, count, rows, config=config)
+        return count, fold(kept, weights, rows, count, rows)
 
     return run
 
@@ -168,12 +163,15 @@ def main() -> None:
         bench_prompts.main(args.prefill)
         return
     cuts = [(columns, warps) for columns in args.columns for warps in args.warps]
-    configs = [triton.Config(*cut, form) for cut in cuts for form in args.forms]
-    for config in configs if not args.no_check else []:
-        print(check(args.model, config, args.accepted), flush=True)
+    kernels: dict[str, tuple[Run, Callable[..., Kept]]] = {"mosaic": (mosaic.verify, mosaic.fold)}
+    for config in (triton.Config(*cut, form) for cut in cuts for form in args.forms):
+        cut = f"{config.form} {config.columns}x{config.num_warps}"
+        kernels[cut] = functools.partial(triton.verify, config=config), functools.partial(triton.fold, config=config)
+    for name, (verify, fold) in kernels.items() if not args.no_check else ():
+        print(check(args.model, name, verify, fold, args.accepted), flush=True)
     runs: dict[str, Run] = {"reference": reference.verify} if args.reference else {}
-    runs |= {f"{c.form} {c.columns}x{c.num_warps}": functools.partial(triton.verify, config=c) for c in configs}
-    runs |= {f"fold {columns}x{warps}": only_fold(triton.Config(columns, warps)) for columns, warps in cuts}
+    runs |= {name: verify for name, (verify, _) in kernels.items()}
+    runs |= {f"fold {name}": only_fold(fold) for name, (_, fold) in kernels.items()}
     runs |= {"prepare": only_prepare(False), "prepare mixed": only_prepare(True)}
     table = [row for batch in args.batches for tokens in args.tokens for row in measure(args, runs, batch, tokens)]
     timing.save(args.json, table, model=args.model)

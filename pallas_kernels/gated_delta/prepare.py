@@ -37,6 +37,7 @@ from pallas_kernels.gated_delta.tokens import (
 
 WARPS = 4  # of a program, whose tiles are 16 rows of 128
 LEAST_ROWS = 16  # of an operand of a product
+LEAST_GATES = 32  # float32 numbers of a head: Mosaic copies multiples of 128 bytes
 
 
 class Block(NamedTuple):
@@ -53,8 +54,8 @@ class Rows(NamedTuple):
     queries: Float[Array, "B HK T dk"] | None  # None: of a tape
     keys: Float[Array, "B HK T dk"]
     values: Float[Array, "B HV T dv"]
-    decay: Float[Array, "B HV T"]
-    strength: Float[Array, "B HV T"]
+    decay: Float[Array, "B HV N"]  # N >= T; what lies behind T is not written
+    strength: Float[Array, "B HV N"]
 
 
 class Mixed(NamedTuple):
@@ -100,7 +101,7 @@ def prepare(
         return _compat.out_like((B, *shape), dtype, leaves[0])
 
     def tokens(T: int, queries: bool) -> Rows:
-        values, gates = like(HV, T, dv, dtype=kept.inputs.dtype), like(HV, T)
+        values, gates = like(HV, T, dv, dtype=kept.inputs.dtype), like(HV, max(T, LEAST_GATES))
         return Rows(like(HK, T, dk) if queries else None, like(HK, T, dk), values, gates, gates)
 
     out_shape: list[Any] = [tokens(G, queries=False)]
@@ -157,7 +158,7 @@ def _of_tape(inputs: Any, gates: Any, place: tuple[Any, Any], head: Head) -> Sou
 
 def _store_rows(target: Any, b: Any, source: Source, weights: Any, head: Head) -> None:
     """Write tokens as the recurrence takes them; all heads of a key head write the same queries and keys."""
-    t, exists = source.t, source.t < target.decay.shape[-1]
+    t, exists = source.t, source.t < target.values.shape[2]
     g, beta = decay_and_strength(source, weights, head)
     pltriton.store(at(target.decay, b, head.value, t), jnp.exp(g), mask=exists)
     pltriton.store(at(target.strength, b, head.value, t), beta, mask=exists)

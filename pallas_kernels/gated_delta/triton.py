@@ -231,7 +231,7 @@ def _written(S: Array, k: Array, v: Array, decay: Array, strength: Array) -> Arr
 
 def _folded(S: Array, tape: Any, part: _Part, count: Any) -> Array:
     """Fold the first tokens of the tape; the next one is loaded while one is written."""
-    last = tape.decay.shape[-1] - 1
+    last = tape.values.shape[2] - 1
 
     def step(t: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         S, *token = carry

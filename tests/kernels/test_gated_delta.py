@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gated_delta
-from pallas_kernels.gated_delta import Kept, Weights, reference, triton
+from pallas_kernels.gated_delta import Kept, Weights, mosaic, reference, triton
 from tests.kernels.cases import cuda_lowering
 from tests.kernels.conftest import ON_GPU
 
-P, G, TAPS, HK, HV, DK, DV = 6, 8, 4, 2, 6, 32, 16
+P, G, TAPS, HK, HV = 6, 8, 4, 2, 6
+DK, DV = (128, 128) if ON_GPU else (32, 16)  # the Mosaic kernel has one size, and no interpreter
 BEFORE, R = TAPS - 1, HV // HK
 C = 2 * DK + R * DV
 FORMS = ("recurrence", "rows", "tf32x3", "bf16x6", "bf16x3")
@@ -27,14 +28,17 @@ def jitted(implementation):
         options = {"config": triton.Config(columns=DV, form=form), "interpret": not ON_GPU}
         functions = [functools.partial(f, **options) for f in (triton.verify, triton.fold)]
     else:
-        options = {"implementation": name, "interpret": name != "reference" and not ON_GPU}
+        options = {"implementation": name, "interpret": name == "triton" and not ON_GPU}
         functions = [functools.partial(f, **options) for f in (gated_delta.verify, gated_delta.fold)]
     return SimpleNamespace(verify=jax.jit(functions[0]), fold=jax.jit(functions[1]))
 
 
 prefill = jax.jit(gated_delta.prefill)
-on_each = pytest.mark.parametrize("implementation", ["reference", "triton"])
-on_each_form = pytest.mark.parametrize("implementation", ["reference", *(f"triton {form}" for form in TOLD_APART)])
+KERNELS = ("triton", "mosaic") if ON_GPU else ("triton",)
+on_each = pytest.mark.parametrize("implementation", ["reference", *KERNELS])
+on_each_form = pytest.mark.parametrize(
+    "implementation", ["reference", *(f"triton {form}" for form in TOLD_APART), *KERNELS[1:]]
+)
 
 
 def weights(seed=0):
@@ -132,12 +136,13 @@ def cuts(total, rng):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=LONG) for seed in (2, 3))])
-def test_states_and_outputs_are_bit_for_bit_those_of_decoding(seed, dtype):
+@pytest.mark.parametrize("implementation", KERNELS if ON_GPU else ["reference"])
+def test_states_and_outputs_are_bit_for_bit_those_of_decoding(implementation, seed, dtype):
     """Whatever the lengths of blocks, how they are padded, how much is accepted, and who commits it.
 
-    XLA sums differently for other shapes on a GPU, so there it is the kernel that keeps this promise.
+    XLA sums differently for other shapes on a GPU, so there it is the kernels that keep this promise.
     """
-    verify, fold = jitted("triton" if ON_GPU else "reference").__dict__.values()
+    verify, fold = jitted(implementation).__dict__.values()
     rng, total = np.random.default_rng(seed), 20
     inputs, gates = prompts(6 + total + 2 * G, dtype=dtype)
     start = begun(inputs[:6], gates[:6], 6)
@@ -302,6 +307,23 @@ def test_verify_and_fold_lower_for_cuda(form, T):
     verify, fold = (functools.partial(f, config=config) for f in (triton.verify, triton.fold))
     assert cuda_lowering(verify, kept, w, numbers, numbers, *block, numbers).count("xla.gpu.triton") == 2
     assert cuda_lowering(fold, kept, w, numbers, numbers, numbers).count("xla.gpu.triton") == 2
+
+
+@pytest.mark.parametrize("T", [16, pytest.param(1, marks=LONG)])
+def test_mosaic_lowers_for_cuda(T):
+    struct, numbers = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((4,), jnp.int32)
+    kept, w = kept_shapes()
+    block = struct((4, T, 16, 640), jnp.bfloat16), struct((4, T, 48, 2), jnp.bfloat16)
+    verified = cuda_lowering(mosaic.verify, kept, w, numbers, numbers, *block, numbers)
+    assert (verified.count("xla.gpu.triton"), verified.count("@mosaic_gpu_v2")) == (1, 1)
+    folded = cuda_lowering(mosaic.fold, kept, w, numbers, numbers, numbers)
+    assert (folded.count("xla.gpu.triton"), folded.count("@mosaic_gpu_v2")) == (1, 1)
+
+
+def test_what_mosaic_refuses():
+    assert mosaic.refusal(*kept_shapes()) is None
+    assert mosaic.refusal(*kept_shapes(key_dim=64)) == "The Mosaic kernel needs heads of 128; these are (64, 128)."
+    assert mosaic.refusal(*kept_shapes(tape=17)).endswith("tapes of at most 16 tokens; this has 17.")
 
 
 def test_what_triton_refuses():

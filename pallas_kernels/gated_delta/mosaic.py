@@ -1,0 +1,274 @@
+"""Verify and fold of Gated DeltaNet on Hopper: the second kernel, with a column of the state a thread.
+
+A consumer warpgroup has one head of one sequence: each thread one column of its state, 128 registers, so that sums over
+keys need no other thread. A producer warpgroup brings states and tokens by TMA while the two consumers compute, and
+moves the raw inputs that become the new tape. Tokens are written one after another, by the same instructions whether
+they are folded, decoded or verified: so a state's bits do not depend on that.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import _compat
+from pallas_kernels.gated_delta import columns
+from pallas_kernels.gated_delta.columns import SIZE
+from pallas_kernels.gated_delta.prepare import LEAST_GATES, Block, Rows, prepare
+from pallas_kernels.gated_delta.reference import Kept, Weights
+
+CONSUMERS = 2
+MOST_TOKENS = 16  # of a tape, whose rows wait in shared memory beside two states
+
+
+def refusal(kept: Kept, weights: Weights) -> str | None:
+    """Say why the Mosaic backend cannot do this call, or None."""
+    del weights
+    if (sizes := kept.state.shape[-2:]) != (SIZE, SIZE):
+        return f"The Mosaic kernel needs heads of {SIZE}; these are {sizes}."
+    if (tokens := kept.gates.shape[1]) > MOST_TOKENS:
+        return f"The Mosaic kernel needs tapes of at most {MOST_TOKENS} tokens; this has {tokens}."
+    return None
+
+
+@jax.jit
+def verify(
+    kept: Kept,
+    weights: Weights,
+    rows: Int[Array, " B"],
+    count: Int[Array, " B"],
+    inputs: Float[Array, "B T HK c"],
+    gates: Float[Array, "B T HV 2"],
+    length: Int[Array, " B"],
+) -> tuple[Float[Array, "B T HV dv"], Kept]:
+    """See ``pallas_kernels.gated_delta.verify``."""
+    block = Block(inputs.astype(kept.inputs.dtype), gates.astype(kept.gates.dtype), length)
+    tape, prepared = prepare(kept, weights, rows, count, block, mixes=False, interpret=False)
+    B, T, _, _ = inputs.shape
+    shape = (B, T, kept.state.shape[1], SIZE)
+    return _call(kept, rows, count, rows, tape, prepared, block, jax.ShapeDtypeStruct(shape, inputs.dtype))
+
+
+@jax.jit
+def fold(
+    kept: Kept, weights: Weights, rows: Int[Array, " B"], count: Int[Array, " B"], targets: Int[Array, " B"]
+) -> Kept:
+    """See ``pallas_kernels.gated_delta.fold``."""
+    tape, _ = prepare(kept, weights, rows, count, None, mixes=False, interpret=False)
+    return _call(kept, rows, count, targets, tape, None, None, None)[1]
+
+
+class _Call(NamedTuple):
+    """References of a call; `state`, `inputs`, `gates` and `outputs` are written."""
+
+    state: Any
+    inputs: Any
+    gates: Any
+    outputs: Any
+    rows: Any
+    count: Any
+    targets: Any
+    tape: Any
+    prepared: Any
+    block: Any
+
+
+class _Place(NamedTuple):
+    """What a consumer has: one head of one sequence."""
+
+    b: Any
+    head: Any
+    key: Any
+    row: Any
+    folded: Any
+    target: Any
+    is_written: Any
+
+
+def _call(
+    kept: Kept, rows: Any, count: Any, targets: Any, tape: Rows, prepared: Any, block: Any, outputs: Any
+) -> tuple[Any, Kept]:
+    B, (_, heads, _, _) = len(rows), kept.state.shape
+    out = None if outputs is None else lax.empty(outputs.shape, outputs.dtype)
+    operands = _Call(*kept, out, rows, count, targets, tape, prepared, block)
+    leaves, tree = jax.tree.flatten(operands)
+    leaves = list(_compat.vary_alike(*leaves))
+    G, T = kept.gates.shape[1], 0 if block is None else prepared.keys.shape[2]
+    scratch: dict[str, Any] = {"state_s": plgpu.SMEM((CONSUMERS, SIZE, SIZE), jnp.float32)}
+    for name, tokens in (("tape", G), ("block", T)):
+        if tokens:
+            scratch |= {
+                f"{name}_keys": plgpu.SMEM((CONSUMERS, tokens, SIZE), jnp.float32),
+                f"{name}_values": plgpu.SMEM((CONSUMERS, tokens, SIZE), kept.inputs.dtype),
+                f"{name}_decay": plgpu.SMEM((CONSUMERS, LEAST_GATES), jnp.float32),
+                f"{name}_strength": plgpu.SMEM((CONSUMERS, LEAST_GATES), jnp.float32),
+            }
+    if T:
+        scratch["block_queries"] = plgpu.SMEM((CONSUMERS, T, SIZE), jnp.float32)
+    copies = 4 + (5 if T else 0)
+    scratch |= {
+        "state_full": plgpu.Barrier(num_barriers=CONSUMERS),
+        "state_empty": plgpu.Barrier(num_barriers=CONSUMERS),
+        "rows_full": plgpu.Barrier(num_barriers=CONSUMERS, num_arrivals=copies),
+        "rows_empty": plgpu.Barrier(num_barriers=CONSUMERS),
+    }
+    mesh = plgpu.Mesh(
+        grid=(min(_compat.sm_count(), B * heads),),
+        grid_names=("cta",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+    )
+
+    def run(refs: Any) -> None:
+        call = jax.tree.unflatten(tree, refs)
+
+        @pl.core_map(
+            mesh,
+            compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+            name="gated_delta_verify" if T else "gated_delta_fold",
+        )
+        def _() -> None:
+            pl.run_scoped(functools.partial(_body, call, B * heads), collective_axes="warpgroup", **scratch)
+
+    results = jax.tree.unflatten(tree, pl.run_state(run)(leaves))
+    return results.outputs, Kept(results.state, results.inputs, results.gates)
+
+
+def _place(call: _Call, item: Any) -> _Place:
+    heads, P, G = call.state.shape[1], call.state.shape[0], call.gates.shape[1]
+    b, head = lax.div(item, heads), lax.rem(item, heads)
+    row, target = call.rows[b], call.targets[b]
+    exists = (row >= 0) & (row < P)
+    row = jnp.where(exists, row, 0)
+    folded = jnp.where(exists, jnp.clip(call.count[b], 0, G), 0)
+    is_written = exists & (target >= 0) & (target < P)
+    key = lax.div(head, heads // call.inputs.shape[2])
+    return _Place(b, head, key, row, folded, jnp.where(is_written, target, 0), is_written)
+
+
+def _body(call: _Call, items: int, **s: Any) -> None:
+    """The body of one CTA, which has every so-manieth item; ``s`` is its scratch."""
+    cta, me, ctas = lax.axis_index("cta"), lax.axis_index("warpgroup"), min(_compat.sm_count(), items)
+    count = pl.cdiv(items - cta, ctas)
+
+    @pl.when(me == CONSUMERS)
+    def _() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+
+        def produce(i: Any, nothing: None) -> None:
+            place = _place(call, cta + i * ctas)
+            _fetch(call, place, i, s)
+            _move_tape(call, place)
+
+        lax.fori_loop(0, count, produce, None)
+
+    @pl.when(me < CONSUMERS)
+    def _() -> None:
+        plgpu.set_max_registers(232, action="increase")
+
+        def consume(i: Any, nothing: None) -> None:
+            _advance(call, _place(call, cta + (i * CONSUMERS + me) * ctas), me, s)
+
+        lax.fori_loop(0, pl.cdiv(count - me, CONSUMERS), consume, None)
+
+
+def _fetch(call: _Call, place: _Place, i: Any, s: dict[str, Any]) -> None:
+    """Start the copies of an item as its places come free: its state first, which is free first."""
+    slot = lax.rem(i, CONSUMERS)
+
+    @pl.when(i >= CONSUMERS)
+    def _() -> None:
+        plgpu.barrier_wait(s["state_empty"].at[slot])
+
+    plgpu.copy_gmem_to_smem(call.state.at[place.row, place.head], s["state_s"].at[slot], s["state_full"].at[slot])
+
+    @pl.when(i >= CONSUMERS)
+    def _() -> None:
+        plgpu.barrier_wait(s["rows_empty"].at[slot])
+
+    for name, tokens in (("tape", call.tape), ("block", call.prepared)):
+        if tokens is None:
+            continue
+        parts = {"keys": (tokens.keys, place.key), "values": (tokens.values, place.head)}
+        parts |= {"decay": (tokens.decay, place.head), "strength": (tokens.strength, place.head)}
+        if name == "block":
+            parts["queries"] = (tokens.queries, place.key)
+        for part, (source, head) in parts.items():
+            plgpu.copy_gmem_to_smem(source.at[place.b, head], s[f"{name}_{part}"].at[slot], s["rows_full"].at[slot])
+
+
+def _advance(call: _Call, place: _Place, me: Any, s: dict[str, Any]) -> None:
+    """A consumer's item: fold, write the state, run the block."""
+    plgpu.barrier_wait(s["state_full"].at[me])
+    state = columns.load_state(s["state_s"].at[me])
+    plgpu.barrier_arrive(s["state_empty"].at[me])
+    plgpu.barrier_wait(s["rows_full"].at[me])
+    state = _run(state, "tape", place, place.folded, None, me, s)
+
+    @pl.when(place.is_written & ((place.folded > 0) | (call.block is None)))
+    def _() -> None:
+        columns.store_state(state, call.state.at[place.target, place.head])
+
+    if call.block is not None:
+        _run(state, "block", place, jnp.int32(call.outputs.shape[1]), call.outputs, me, s)
+    plgpu.barrier_arrive(s["rows_empty"].at[me])
+
+
+def _run(
+    state: jax.Array, name: str, place: _Place, count: Any, outputs: Any | None, me: Any, s: dict[str, Any]
+) -> jax.Array:
+    """Write tokens to a state, one after another; with ``outputs``, store each token's."""
+    keys, values, decays, strengths = (s[f"{name}_{part}"].at[me] for part in ("keys", "values", "decay", "strength"))
+    last = keys.shape[0] - 1
+
+    def token(t: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        state, product = carry
+        decay = decays[t]
+        delta = strengths[t] * (columns.load_column(values.at[t]) - decay * product)
+        query = None if outputs is None else s[f"{name}_queries"].at[me, t]
+        following = keys.at[jnp.minimum(t + 1, last)]
+        state, output, product = columns.written(state, decay, delta, keys.at[t], query, following)
+        if outputs is not None:
+            columns.store_column(output, outputs.at[place.b, t, place.head])
+        return state, product
+
+    state, _ = lax.fori_loop(0, count, token, (state, columns.projected(state, keys.at[0])))
+    return state
+
+
+def _move_tape(call: _Call, place: _Place) -> None:
+    """Write the inputs before the new tape, and the block, which becomes the tape, a head's share of them."""
+    G, heads = call.gates.shape[1], call.state.shape[1]
+    before, group = call.inputs.shape[1] - G, heads // call.inputs.shape[2]
+    member = lax.rem(place.head, group)
+
+    def move(first: Any) -> None:
+        """128 channels."""
+        channels = pl.ds(first, SIZE)
+        kept = [call.inputs[place.row, place.folded + j, place.key, channels] for j in range(before)]
+        tokens = 0 if call.block is None else call.block.inputs.shape[1]
+        new = [call.block.inputs[place.b, t, place.key, channels] for t in range(tokens)]
+        for j, raw in enumerate((*kept, *new)):
+            call.inputs[place.target, j, place.key, channels] = raw
+
+    @pl.when(place.is_written)
+    def _() -> None:
+        move((2 + member) * SIZE)
+
+        @pl.when(member == 0)
+        def _of_key_head() -> None:
+            move(0)
+            move(SIZE)
+
+        if call.block is not None:
+            at = [(t, i) for t in range(call.block.gates.shape[1]) for i in range(2)]
+            raw = [call.block.gates[place.b, t, place.head, i] for t, i in at]
+            for (t, i), number in zip(at, raw, strict=True):
+                call.gates[place.target, t, place.head, i] = number
