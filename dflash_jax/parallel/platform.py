@@ -15,7 +15,13 @@ OUTSIDE_BYTES = 768 << 20
 # dot_merger off: XLA would concatenate the context weights of all drafter layers into one array, in every round.
 # triton_gemm off: XLA would compile dozens of Triton kernels of each product to try them, a minute for a program, and
 # picks none that is faster there.
-COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_enable_triton_gemm": False}
+# dynamic_slice_fusion off: XLA would hand kernels the middle of an array in place of a slice, the page table of one
+# sequence for example, and Mosaic's refuse arrays that are not aligned to 256 bytes.
+COMPILER_OPTIONS: dict[str, Any] = {
+    "xla_gpu_dot_merger_threshold_mb": 0,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_enable_dynamic_slice_fusion": False,
+}
 # float-normalization off: XLA would convert a whole pool of bfloat16 or fp8 pages to write one token, and back.
 # One codegen part: a program is compiled in one thread of low priority; XLA's own threads would hold up others' rounds.
 CPU_COMPILER_OPTIONS: dict[str, Any] = {
