@@ -1,6 +1,8 @@
-"""A head's state in the registers of a warpgroup, a column a thread (Mosaic GPU): a column needs no other thread.
+"""Columns of a head's state in the registers of a warpgroup (Mosaic GPU): two threads a column, half of its rows each.
 
-Keys and queries are read from shared memory, four numbers an instruction, the same for all threads.
+Keys and queries are read from shared memory, four numbers an instruction. Shared memory would be the limit if a thread
+had a whole column: with 64 rows of two columns it reads half as much for as many multiplications. The four rows that a
+thread reads lie beside those of the other thread, so that both reads have banks of their own.
 """
 
 from __future__ import annotations
@@ -15,129 +17,145 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, math, memref, vector
 
-SIZE = 128  # of keys and values of a head: as many columns as a warpgroup has threads
-SUMS = 4  # partial sums of a column, so that no addition waits for the one before
-COLUMN = plgpu.Layout.WG_STRIDED((SIZE,), vec_size=1)
-STATE = plgpu.Layout.WG_STRIDED((SIZE, SIZE), vec_size=1)  # row i of the state is register i
+SIZE = 128  # of keys and values of a head
+HALVES = 2  # threads of a column, neighbours in a warp
+COLUMNS = SIZE // HALVES  # that a warpgroup has in one register of each thread
+RUN = 4  # rows that a thread reads by one instruction
+SUMS = 4  # partial sums of a thread, so that no addition waits for the one before
 SCALAR = plgpu.Layout.WG_SPLAT(())
 REF = plgpu.RefType()
 
 
-def load_state(ref: Any) -> jax.Array:
-    """A state [dk, dv] of shared memory."""
+class Columns:
+    """What a warpgroup does with `width` columns of a state, 64 or 128.
 
-    @plgpu.inline_mgpu(arg_types=(REF,), return_type=plgpu.ShapeDtypeStruct((SIZE, SIZE), jnp.float32, layout=STATE))
-    def load(ctx: Any, ref: Any) -> FragmentedArray:
-        del ctx
-        column = _thread()
-        rows = [_one(memref.load(ref, [_index(row), column])) for row in range(SIZE)]
-        return FragmentedArray(_registers=np.array(rows, dtype=object), _layout=_layout(SIZE, SIZE), _is_signed=None)
-
-    array: jax.Array = load(ref)
-    return array
-
-
-def store_state(state: jax.Array, ref: Any) -> None:
-    """Write a state to global memory [dk, dv]; a warp writes 128 bytes of a row."""
-
-    @plgpu.inline_mgpu(arg_types=(STATE, REF))
-    def store(ctx: Any, state: FragmentedArray, ref: Any) -> None:
-        del ctx
-        column = _thread()
-        for row, register in enumerate(state.registers.flat):
-            memref.store(_first(register), ref, [_index(row), column])
-
-    store(state, ref)
-
-
-def load_column(ref: Any) -> jax.Array:
-    """A row [dv] of shared memory in float32, a number a thread."""
-
-    @plgpu.inline_mgpu(arg_types=(REF,), return_type=plgpu.ShapeDtypeStruct((SIZE,), jnp.float32, layout=COLUMN))
-    def load(ctx: Any, ref: Any) -> FragmentedArray:
-        del ctx
-        value = memref.load(ref, [_thread()])
-        f32 = ir.F32Type.get()
-        wide = value if value.type == f32 else arith.extf(f32, value)
-        return _column(wide)
-
-    array: jax.Array = load(ref)
-    return array
-
-
-def store_column(column: jax.Array, ref: Any) -> None:
-    """Write a row [dv] to global memory, rounded to its dtype."""
-
-    @plgpu.inline_mgpu(arg_types=(COLUMN, REF))
-    def store(ctx: Any, column: FragmentedArray, ref: Any) -> None:
-        del ctx
-        dtype = ir.MemRefType(ref.type).element_type
-        value = _first(column.registers.flat[0])
-        memref.store(value if dtype == value.type else arith.truncf(dtype, value), ref, [_thread()])
-
-    store(column, ref)
-
-
-def projected(state: jax.Array, key: Any) -> jax.Array:
-    """The products [dv] of a key [dk] in shared memory with the columns of a state."""
-
-    @plgpu.inline_mgpu(arg_types=(STATE, REF), return_type=plgpu.ShapeDtypeStruct((SIZE,), jnp.float32, layout=COLUMN))
-    def project(ctx: Any, state: FragmentedArray, key: Any) -> FragmentedArray:
-        del ctx
-        sums = _Sums()
-        for row, number in enumerate(_numbers(key)):
-            sums.add(row, number, _first(state.registers.flat[row]))
-        return _column(sums.total())
-
-    array: jax.Array = project(state, key)
-    return array
-
-
-def written(
-    state: jax.Array, decay: jax.Array, delta: jax.Array, key: Any, query: Any | None, following: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Write a token to a state: ``decay * S + key delta^T``, in one pass over its rows.
-
-    Args:
-        state: before the token.
-        decay: of the token.
-        delta: what is written of each value, [dv].
-        key: of the token, [dk] in shared memory.
-        query: of the token, [dk] in shared memory; None gives no output.
-        following: key of the next token.
-
-    Returns:
-        The state; its products with the query (zeros without one), and with the following key.
+    Arrays that it passes around are containers: of a state, register ``64 j + i`` of a thread is row i of its half of
+    its column ``64 j``; of a value a column, register j, which both threads of the column have.
     """
-    column = plgpu.ShapeDtypeStruct((SIZE,), jnp.float32, layout=COLUMN)
-    whole = plgpu.ShapeDtypeStruct((SIZE, SIZE), jnp.float32, layout=STATE)
-    refs = (key, following) if query is None else (key, following, query)
 
-    @plgpu.inline_mgpu(arg_types=(STATE, SCALAR, COLUMN, *(REF for _ in refs)), return_type=(whole, column, column))
-    def write(
-        ctx: Any, state: FragmentedArray, decay: FragmentedArray, delta: FragmentedArray, *refs: Any
-    ) -> tuple[FragmentedArray, ...]:
-        del ctx
-        factor, added = decay.registers.item(), _first(delta.registers.flat[0])
-        factor = _first(factor) if isinstance(factor.type, ir.VectorType) else factor
-        outputs, products = _Sums(), _Sums()
-        rows = np.empty_like(state.registers)
-        for row, numbers in enumerate(zip(*map(_numbers, refs), strict=True)):
-            old = arith.mulf(_first(state.registers.flat[row]), factor)
-            new = math.fma(numbers[0], added, old)
-            rows[row] = _one(new)
-            products.add(row, numbers[1], new)
-            for number in numbers[2:]:
-                outputs.add(row, number, new)
-        result = FragmentedArray(_registers=rows, _layout=state.layout, _is_signed=None)
-        return result, _column(outputs.total()), _column(products.total())
+    def __init__(self, width: int):
+        self.sets = width // COLUMNS
+        self.state = plgpu.Layout.WG_STRIDED((SIZE, width), vec_size=1)
+        self.column = plgpu.Layout.WG_STRIDED((HALVES * width,), vec_size=1)
+        self._state = plgpu.ShapeDtypeStruct((SIZE, width), jnp.float32, layout=self.state)
+        self._column = plgpu.ShapeDtypeStruct((HALVES * width,), jnp.float32, layout=self.column)
 
-    arrays: tuple[jax.Array, jax.Array, jax.Array] = write(state, decay, delta, *refs)
-    return arrays
+    def load_state(self, ref: Any) -> jax.Array:
+        """Columns of a state, [dk, width] of shared memory."""
+
+        @plgpu.inline_mgpu(arg_types=(REF,), return_type=self._state)
+        def load(ctx: Any, ref: Any) -> FragmentedArray:
+            del ctx
+            places = [memref.load(ref, [row, column]) for column in self._numbers() for row in _rows()]
+            return _array(places, self.state)
+
+        array: jax.Array = load(ref)
+        return array
+
+    def store_state(self, state: jax.Array, ref: Any) -> None:
+        """Write columns of a state to global memory [dk, width]; a warp writes 64 bytes of two rows."""
+
+        @plgpu.inline_mgpu(arg_types=(self.state, REF))
+        def store(ctx: Any, state: FragmentedArray, ref: Any) -> None:
+            del ctx
+            places = [(row, column) for column in self._numbers() for row in _rows()]
+            for place, register in zip(places, state.registers.flat, strict=True):
+                memref.store(_first(register), ref, list(place))
+
+        store(state, ref)
+
+    def load_column(self, ref: Any) -> jax.Array:
+        """A value a column, [width] of shared memory, in float32."""
+
+        @plgpu.inline_mgpu(arg_types=(REF,), return_type=self._column)
+        def load(ctx: Any, ref: Any) -> FragmentedArray:
+            del ctx
+            f32, values = ir.F32Type.get(), [memref.load(ref, [column]) for column in self._numbers()]
+            return _array([x if x.type == f32 else arith.extf(f32, x) for x in values], self.column)
+
+        array: jax.Array = load(ref)
+        return array
+
+    def store_column(self, values: jax.Array, ref: Any) -> None:
+        """Write a value a column to global memory [width], rounded to its dtype."""
+
+        @plgpu.inline_mgpu(arg_types=(self.column, REF))
+        def store(ctx: Any, values: FragmentedArray, ref: Any) -> None:
+            del ctx
+            dtype = ir.MemRefType(ref.type).element_type
+            for column, register in zip(self._numbers(), values.registers.flat, strict=True):
+                value = _first(register)
+                memref.store(value if dtype == value.type else arith.truncf(dtype, value), ref, [column])
+
+        store(values, ref)
+
+    def projected(self, state: jax.Array, key: Any) -> jax.Array:
+        """The product of each column with a key [dk] in shared memory."""
+
+        @plgpu.inline_mgpu(arg_types=(self.state, REF), return_type=self._column)
+        def project(ctx: Any, state: FragmentedArray, key: Any) -> FragmentedArray:
+            del ctx
+            sums = [_Sums() for _ in range(self.sets)]
+            for row, number in enumerate(_numbers(key)):
+                for j, total in enumerate(sums):
+                    total.add(row, number, _first(state.registers.flat[j * COLUMNS + row]))
+            return _array([total.total() for total in sums], self.column)
+
+        array: jax.Array = project(state, key)
+        return array
+
+    def written(
+        self, state: jax.Array, decay: jax.Array, delta: jax.Array, key: Any, query: Any | None, following: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Write a token to a state: ``decay * S + key delta^T``, in one pass over its rows.
+
+        Args:
+            state: before the token.
+            decay: of the token.
+            delta: what is written of each value.
+            key: of the token, [dk] in shared memory.
+            query: of the token, [dk] in shared memory; None gives no output.
+            following: key of the next token.
+
+        Returns:
+            The state; its products with the query (zeros without one), and with the following key.
+        """
+        refs = (key, following) if query is None else (key, following, query)
+
+        @plgpu.inline_mgpu(
+            arg_types=(self.state, SCALAR, self.column, *(REF for _ in refs)),
+            return_type=(self._state, self._column, self._column),
+        )
+        def write(
+            ctx: Any, state: FragmentedArray, decay: FragmentedArray, delta: FragmentedArray, *refs: Any
+        ) -> tuple[FragmentedArray, ...]:
+            del ctx
+            factor = decay.registers.item()
+            factor = _first(factor) if isinstance(factor.type, ir.VectorType) else factor
+            added = [_first(register) for register in delta.registers.flat]
+            outputs, products = ([_Sums() for _ in added] for _ in range(2))
+            new: list[Any] = [None] * state.registers.size
+            for row, numbers in enumerate(zip(*map(_numbers, refs), strict=True)):
+                for j, written in enumerate(added):
+                    at = j * COLUMNS + row
+                    new[at] = math.fma(numbers[0], written, arith.mulf(_first(state.registers.flat[at]), factor))
+                    products[j].add(row, numbers[1], new[at])
+                    for number in numbers[2:]:
+                        outputs[j].add(row, number, new[at])
+            sums = (_array([total.total() for total in part], self.column) for part in (outputs, products))
+            return _array(new, self.state), *sums
+
+        arrays: tuple[jax.Array, jax.Array, jax.Array] = write(state, decay, delta, *refs)
+        return arrays
+
+    def _numbers(self) -> list[Any]:
+        """The thread's columns."""
+        first = _divided(_thread(), HALVES)
+        return [arith.addi(first, _index(j * COLUMNS)) for j in range(self.sets)]
 
 
 class _Sums:
-    """A sum over rows, in parts."""
+    """A sum over the rows of a column, in parts."""
 
     def __init__(self) -> None:
         zero = utils.c(0.0, ir.F32Type.get())
@@ -147,43 +165,58 @@ class _Sums:
         self._parts[row % SUMS] = math.fma(left, right, self._parts[row % SUMS])
 
     def total(self) -> Any:
+        """The sum over both threads of the column: both add the same two numbers."""
         first, second, third, fourth = self._parts
-        return arith.addf(arith.addf(first, second), arith.addf(third, fourth))
+        half = arith.addf(arith.addf(first, second), arith.addf(third, fourth))
+        return arith.addf(half, utils.shfl_bfly(half, 1))
+
+
+def _rows() -> list[Any]:
+    """The thread's rows of a state."""
+    first = arith.muli(_half(), _index(RUN))
+    return [
+        arith.addi(first, _index(run * RUN * HALVES + row))
+        for run in range(SIZE // RUN // HALVES)
+        for row in range(RUN)
+    ]
 
 
 def _numbers(ref: Any) -> Any:
-    """The numbers of a row of shared memory, loaded four at a time."""
+    """The thread's numbers of a row [dk] of shared memory."""
     f32 = ir.F32Type.get()
-    quad, pointer = ir.VectorType.get((4,), f32), utils.memref_ptr(ref)
-    for first in range(0, SIZE, 4):
+    quad = ir.VectorType.get((RUN,), f32)
+    half = arith.index_cast(ir.IntegerType.get_signless(32), arith.muli(_half(), _index(RUN)))
+    pointer = utils.getelementptr(utils.memref_ptr(ref), [half], f32)
+    for first in range(0, SIZE, RUN * HALVES):
         loaded = llvm.load(quad, utils.getelementptr(pointer, [first], f32), alignment=16)
-        for i in range(4):
+        for i in range(RUN):
             yield vector.extract(loaded, dynamic_position=[], static_position=[i])
 
 
 def _thread() -> Any:
     """Number of the thread in its warpgroup."""
-    i32 = ir.IntegerType.get_signless(32)
-    thread = arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x))
-    return arith.index_cast(ir.IndexType.get(), arith.remui(thread, utils.c(SIZE, i32)))
+    return arith.remui(gpu.thread_id(gpu.Dimension.x), _index(SIZE))
+
+
+def _half() -> Any:
+    """Which half of the rows the thread has."""
+    return arith.remui(_thread(), _index(HALVES))
+
+
+def _divided(value: Any, by: int) -> Any:
+    return arith.divui(value, _index(by))
 
 
 def _index(value: int) -> Any:
     return utils.c(value, ir.IndexType.get())
 
 
-def _one(value: Any) -> Any:
-    return vector.from_elements(ir.VectorType.get((1,), value.type), [value])
-
-
 def _first(register: Any) -> Any:
     return vector.extract(register, dynamic_position=[], static_position=[0])
 
 
-def _column(value: Any) -> FragmentedArray:
-    registers = np.array([_one(value)], dtype=object)
-    return FragmentedArray(_registers=registers, _layout=_layout(SIZE), _is_signed=None)
-
-
-def _layout(*shape: int) -> Any:
-    return plgpu.Layout.WG_STRIDED(shape, vec_size=1).to_mgpu()
+def _array(values: list[Any], layout: Any) -> FragmentedArray:
+    registers = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):
+        registers[i] = vector.from_elements(ir.VectorType.get((1,), value.type), [value])
+    return FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)

@@ -1,9 +1,9 @@
-"""Verify and fold of Gated DeltaNet on Hopper: the second kernel, with a column of the state a thread.
+"""Verify and fold of Gated DeltaNet on Hopper: the second kernel, with a state in registers (`columns`).
 
-A consumer warpgroup has one head of one sequence: each thread one column of its state, 128 registers, so that sums over
-keys need no other thread. A producer warpgroup brings states and tokens by TMA while the two consumers compute, and
-moves the raw inputs that become the new tape. Tokens are written one after another, by the same instructions whether
-they are folded, decoded or verified: so a state's bits do not depend on that.
+A consumer warpgroup has one head of one sequence, or half of its columns where heads are few: a column needs no other.
+A producer warpgroup brings states and tokens by TMA while the two consumers compute, and moves the raw inputs that
+become the new tape. Tokens are written one after another, by the same operations whether they are folded, decoded or
+verified, and however wide an item is: so a state's bits do not depend on that.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
-from pallas_kernels.gated_delta import columns
-from pallas_kernels.gated_delta.columns import SIZE
+from pallas_kernels.gated_delta.columns import COLUMNS, SIZE, Columns
 from pallas_kernels.gated_delta.prepare import LEAST_GATES, Block, Rows, prepare
 from pallas_kernels.gated_delta.reference import Kept, Weights
 
@@ -38,7 +37,7 @@ def refusal(kept: Kept, weights: Weights) -> str | None:
     return None
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="width")
 def verify(
     kept: Kept,
     weights: Weights,
@@ -47,22 +46,30 @@ def verify(
     inputs: Float[Array, "B T HK c"],
     gates: Float[Array, "B T HV 2"],
     length: Int[Array, " B"],
+    *,
+    width: int | None = None,
 ) -> tuple[Float[Array, "B T HV dv"], Kept]:
-    """See ``pallas_kernels.gated_delta.verify``."""
+    """See ``pallas_kernels.gated_delta.verify``; ``width`` is an item's columns, 64 or 128."""
     block = Block(inputs.astype(kept.inputs.dtype), gates.astype(kept.gates.dtype), length)
     tape, prepared = prepare(kept, weights, rows, count, block, mixes=False, interpret=False)
     B, T, _, _ = inputs.shape
     shape = (B, T, kept.state.shape[1], SIZE)
-    return _call(kept, rows, count, rows, tape, prepared, block, jax.ShapeDtypeStruct(shape, inputs.dtype))
+    return _call(kept, rows, count, rows, tape, prepared, block, jax.ShapeDtypeStruct(shape, inputs.dtype), width)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="width")
 def fold(
-    kept: Kept, weights: Weights, rows: Int[Array, " B"], count: Int[Array, " B"], targets: Int[Array, " B"]
+    kept: Kept,
+    weights: Weights,
+    rows: Int[Array, " B"],
+    count: Int[Array, " B"],
+    targets: Int[Array, " B"],
+    *,
+    width: int | None = None,
 ) -> Kept:
-    """See ``pallas_kernels.gated_delta.fold``."""
+    """See ``pallas_kernels.gated_delta.fold``; ``width`` as for `verify`."""
     tape, _ = prepare(kept, weights, rows, count, None, mixes=False, interpret=False)
-    return _call(kept, rows, count, targets, tape, None, None, None)[1]
+    return _call(kept, rows, count, targets, tape, None, None, None, width)[1]
 
 
 class _Call(NamedTuple):
@@ -81,10 +88,11 @@ class _Call(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """What a consumer has: one head of one sequence."""
+    """What a consumer has: columns of one head of one sequence."""
 
     b: Any
     head: Any
+    columns: Any  # a pl.ds
     key: Any
     row: Any
     folded: Any
@@ -93,20 +101,24 @@ class _Place(NamedTuple):
 
 
 def _call(
-    kept: Kept, rows: Any, count: Any, targets: Any, tape: Rows, prepared: Any, block: Any, outputs: Any
-) -> tuple[Any, Kept]:
+    kept: Kept, rows: Any, count: Any, targets: Any, tape: Rows, prepared: Any, block: Any, outputs: Any,
+    width: int | None,
+) -> tuple[Any, Kept]:  # fmt: skip
     B, (_, heads, _, _) = len(rows), kept.state.shape
     out = None if outputs is None else lax.empty(outputs.shape, outputs.dtype)
     operands = _Call(*kept, out, rows, count, targets, tape, prepared, block)
     leaves, tree = jax.tree.flatten(operands)
     leaves = list(_compat.vary_alike(*leaves))
     G, T = kept.gates.shape[1], 0 if block is None else prepared.keys.shape[2]
-    scratch: dict[str, Any] = {"state_s": plgpu.SMEM((CONSUMERS, SIZE, SIZE), jnp.float32)}
+    # Whole heads read keys half as often, but few of them leave multiprocessors idle.
+    width = width or (SIZE if B * heads >= CONSUMERS * _compat.sm_count() else COLUMNS)
+    items = B * heads * SIZE // width
+    scratch: dict[str, Any] = {"state_s": plgpu.SMEM((CONSUMERS, SIZE, width), jnp.float32)}
     for name, tokens in (("tape", G), ("block", T)):
         if tokens:
             scratch |= {
                 f"{name}_keys": plgpu.SMEM((CONSUMERS, tokens, SIZE), jnp.float32),
-                f"{name}_values": plgpu.SMEM((CONSUMERS, tokens, SIZE), kept.inputs.dtype),
+                f"{name}_values": plgpu.SMEM((CONSUMERS, tokens, width), kept.inputs.dtype),
                 f"{name}_decay": plgpu.SMEM((CONSUMERS, LEAST_GATES), jnp.float32),
                 f"{name}_strength": plgpu.SMEM((CONSUMERS, LEAST_GATES), jnp.float32),
             }
@@ -120,7 +132,7 @@ def _call(
         "rows_empty": plgpu.Barrier(num_barriers=CONSUMERS),
     }
     mesh = plgpu.Mesh(
-        grid=(min(_compat.sm_count(), B * heads),),
+        grid=(min(_compat.sm_count(), items),),
         grid_names=("cta",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
@@ -135,26 +147,28 @@ def _call(
             name="gated_delta_verify" if T else "gated_delta_fold",
         )
         def _() -> None:
-            pl.run_scoped(functools.partial(_body, call, B * heads), collective_axes="warpgroup", **scratch)
+            pl.run_scoped(functools.partial(_body, call, items, width), collective_axes="warpgroup", **scratch)
 
     results = jax.tree.unflatten(tree, pl.run_state(run)(leaves))
     return results.outputs, Kept(results.state, results.inputs, results.gates)
 
 
-def _place(call: _Call, item: Any) -> _Place:
+def _place(call: _Call, item: Any, width: int) -> _Place:
     heads, P, G = call.state.shape[1], call.state.shape[0], call.gates.shape[1]
-    b, head = lax.div(item, heads), lax.rem(item, heads)
+    parts = SIZE // width
+    b, head = lax.div(item, heads * parts), lax.rem(lax.div(item, parts), heads)
     row, target = call.rows[b], call.targets[b]
     exists = (row >= 0) & (row < P)
     row = jnp.where(exists, row, 0)
     folded = jnp.where(exists, jnp.clip(call.count[b], 0, G), 0)
     is_written = exists & (target >= 0) & (target < P)
     key = lax.div(head, heads // call.inputs.shape[2])
-    return _Place(b, head, key, row, folded, jnp.where(is_written, target, 0), is_written)
+    columns = pl.ds(lax.rem(item, parts) * width, width)
+    return _Place(b, head, columns, key, row, folded, jnp.where(is_written, target, 0), is_written)
 
 
-def _body(call: _Call, items: int, **s: Any) -> None:
-    """The body of one CTA, which has every so-manieth item; ``s`` is its scratch."""
+def _body(call: _Call, items: int, width: int, **s: Any) -> None:
+    """The body of one CTA, which has every so-manieth item of so many columns; ``s`` is its scratch."""
     cta, me, ctas = lax.axis_index("cta"), lax.axis_index("warpgroup"), min(_compat.sm_count(), items)
     count = pl.cdiv(items - cta, ctas)
 
@@ -163,7 +177,7 @@ def _body(call: _Call, items: int, **s: Any) -> None:
         plgpu.set_max_registers(40, action="decrease")
 
         def produce(i: Any, nothing: None) -> None:
-            place = _place(call, cta + i * ctas)
+            place = _place(call, cta + i * ctas, width)
             _fetch(call, place, i, s)
             _move_tape(call, place)
 
@@ -174,7 +188,7 @@ def _body(call: _Call, items: int, **s: Any) -> None:
         plgpu.set_max_registers(232, action="increase")
 
         def consume(i: Any, nothing: None) -> None:
-            _advance(call, _place(call, cta + (i * CONSUMERS + me) * ctas), me, s)
+            _advance(call, _place(call, cta + (i * CONSUMERS + me) * ctas, width), Columns(width), me, s)
 
         lax.fori_loop(0, pl.cdiv(count - me, CONSUMERS), consume, None)
 
@@ -187,7 +201,8 @@ def _fetch(call: _Call, place: _Place, i: Any, s: dict[str, Any]) -> None:
     def _() -> None:
         plgpu.barrier_wait(s["state_empty"].at[slot])
 
-    plgpu.copy_gmem_to_smem(call.state.at[place.row, place.head], s["state_s"].at[slot], s["state_full"].at[slot])
+    state = call.state.at[place.row, place.head, :, place.columns]
+    plgpu.copy_gmem_to_smem(state, s["state_s"].at[slot], s["state_full"].at[slot])
 
     @pl.when(i >= CONSUMERS)
     def _() -> None:
@@ -201,30 +216,32 @@ def _fetch(call: _Call, place: _Place, i: Any, s: dict[str, Any]) -> None:
         if name == "block":
             parts["queries"] = (tokens.queries, place.key)
         for part, (source, head) in parts.items():
-            plgpu.copy_gmem_to_smem(source.at[place.b, head], s[f"{name}_{part}"].at[slot], s["rows_full"].at[slot])
+            rows = source.at[place.b, head, :, place.columns] if part == "values" else source.at[place.b, head]
+            plgpu.copy_gmem_to_smem(rows, s[f"{name}_{part}"].at[slot], s["rows_full"].at[slot])
 
 
-def _advance(call: _Call, place: _Place, me: Any, s: dict[str, Any]) -> None:
+def _advance(call: _Call, place: _Place, columns: Columns, me: Any, s: dict[str, Any]) -> None:
     """A consumer's item: fold, write the state, run the block."""
     plgpu.barrier_wait(s["state_full"].at[me])
     state = columns.load_state(s["state_s"].at[me])
     plgpu.barrier_arrive(s["state_empty"].at[me])
     plgpu.barrier_wait(s["rows_full"].at[me])
-    state = _run(state, "tape", place, place.folded, None, me, s)
+    state = _run(state, "tape", columns, (place, None), place.folded, me, s)
 
     @pl.when(place.is_written & ((place.folded > 0) | (call.block is None)))
     def _() -> None:
-        columns.store_state(state, call.state.at[place.target, place.head])
+        columns.store_state(state, call.state.at[place.target, place.head, :, place.columns])
 
     if call.block is not None:
-        _run(state, "block", place, jnp.int32(call.outputs.shape[1]), call.outputs, me, s)
+        _run(state, "block", columns, (place, call.outputs), jnp.int32(call.outputs.shape[1]), me, s)
     plgpu.barrier_arrive(s["rows_empty"].at[me])
 
 
 def _run(
-    state: jax.Array, name: str, place: _Place, count: Any, outputs: Any | None, me: Any, s: dict[str, Any]
+    state: jax.Array, name: str, columns: Columns, goal: tuple[_Place, Any], count: Any, me: Any, s: dict[str, Any]
 ) -> jax.Array:
-    """Write tokens to a state, one after another; with ``outputs``, store each token's."""
+    """Write tokens to a state, one after another; where the goal has outputs, store each token's."""
+    place, outputs = goal
     keys, values, decays, strengths = (s[f"{name}_{part}"].at[me] for part in ("keys", "values", "decay", "strength"))
     last = keys.shape[0] - 1
 
@@ -236,7 +253,7 @@ def _run(
         following = keys.at[jnp.minimum(t + 1, last)]
         state, output, product = columns.written(state, decay, delta, keys.at[t], query, following)
         if outputs is not None:
-            columns.store_column(output, outputs.at[place.b, t, place.head])
+            columns.store_column(output, outputs.at[place.b, t, place.head, place.columns])
         return state, product
 
     state, _ = lax.fori_loop(0, count, token, (state, columns.projected(state, keys.at[0])))
@@ -244,7 +261,7 @@ def _run(
 
 
 def _move_tape(call: _Call, place: _Place) -> None:
-    """Write the inputs before the new tape, and the block, which becomes the tape, a head's share of them."""
+    """Write the inputs before the new tape, and the block, the new tape: a head's share, by its first item."""
     G, heads = call.gates.shape[1], call.state.shape[1]
     before, group = call.inputs.shape[1] - G, heads // call.inputs.shape[2]
     member = lax.rem(place.head, group)
@@ -258,7 +275,7 @@ def _move_tape(call: _Call, place: _Place) -> None:
         for j, raw in enumerate((*kept, *new)):
             call.inputs[place.target, j, place.key, channels] = raw
 
-    @pl.when(place.is_written)
+    @pl.when(place.is_written & (place.columns.start == 0))
     def _() -> None:
         move((2 + member) * SIZE)
 

@@ -22,9 +22,11 @@ TOLD_APART = FORMS if ON_GPU else FORMS[:3]  # a CPU makes the same float32 prod
 
 @functools.cache
 def jitted(implementation):
-    """Verify, fold and prefill of an implementation; `triton FORM` is the Triton kernel with that form of blocks."""
+    """Verify and fold of an implementation; `triton FORM` has that form of blocks, `mosaic WIDTH` items so wide."""
     name, _, form = implementation.partition(" ")
-    if form:
+    if name == "mosaic" and form:
+        functions = [functools.partial(f, width=int(form)) for f in (mosaic.verify, mosaic.fold)]
+    elif form:
         options = {"config": triton.Config(columns=DV, form=form), "interpret": not ON_GPU}
         functions = [functools.partial(f, **options) for f in (triton.verify, triton.fold)]
     else:
@@ -34,7 +36,7 @@ def jitted(implementation):
 
 
 prefill = jax.jit(gated_delta.prefill)
-KERNELS = ("triton", "mosaic") if ON_GPU else ("triton",)
+KERNELS = ("triton", "mosaic 64", "mosaic 128") if ON_GPU else ("triton",)
 on_each = pytest.mark.parametrize("implementation", ["reference", *KERNELS])
 on_each_form = pytest.mark.parametrize(
     "implementation", ["reference", *(f"triton {form}" for form in TOLD_APART), *KERNELS[1:]]
