@@ -110,7 +110,7 @@ def prepare(
         out_shape.append(Mixed(like(HV, padded, dk), like(HV, padded, dv)) if mixes else tokens(T, queries=True))
     outputs = _compat.triton_call(
         functools.partial(_prepare, sizes=(dk, dv)),
-        grid=(B, HV),
+        grid=(B, HV) if mixes else (B, HK, 2 + HV // HK, 1 if block is None else 2),
         out_shape=out_shape,
         num_warps=WARPS,
         num_stages=1,
@@ -125,19 +125,34 @@ def _prepare(
     inputs: Any, gates: Any, weights: Any, rows: Any, count: Any, block: Any, tape: Any, *prepared: Any,
     sizes: tuple[int, int],
 ) -> None:  # fmt: skip
-    """One program: one value head of one sequence."""
+    """One program: queries, keys or the values of one head, of the tape or of the block of one sequence.
+
+    Programs are many and short: those of a value head would repeat the queries and keys of its key head, and wait for
+    three convolutions one after another. Of a block whose tokens are mixed, a program has all of a value head.
+    """
     b = pl.program_id(0)
-    head = head_of(pl.program_id(1), weights, *sizes)
     row, folded = rows_of(rows, count, b, inputs, gates.shape[1])[1:]
 
-    @pl.when(folded > 0)
-    def _() -> None:
-        _store_rows(tape, b, _of_tape(inputs, gates, (row, folded), head), weights, head)
+    def source(head: Head, is_block: bool) -> Source:
+        if is_block:
+            return behind(inputs, (row, folded), block, (b, _numbers(gates)), weights, head)
+        return _of_tape(inputs, gates, (row, folded), head)
 
-    if prepared:
-        store = _store_mixed if isinstance(prepared[0], Mixed) else _store_rows
-        source = behind(inputs, (row, folded), block, (b, _numbers(gates)), weights, head)
-        store(prepared[0], b, source, weights, head)
+    if prepared and isinstance(prepared[0], Mixed):
+        head = head_of(pl.program_id(1), weights, *sizes)
+        for which in range(3):
+            pl.when(folded > 0)(functools.partial(_store_part, which, tape, b, source(head, False), weights, head))
+        _store_mixed(prepared[0], b, source(head, True), weights, head)
+        return
+    group = weights.A_log.shape[0] // weights.conv.shape[0]
+    part, is_block = pl.program_id(2), pl.program_id(3)
+    head = head_of(pl.program_id(1) * group + jnp.maximum(part - 2, 0), weights, *sizes)
+    for i, target in enumerate((tape, *prepared)):
+        is_mine = (is_block == i) & ((folded > 0) | (i == 1))
+        for which in range(3):  # each compiled once: all programs of values run the same code
+            is_part = jnp.minimum(part, 2) == which
+            store = functools.partial(_store_part, which, target, b, source(head, i == 1), weights, head)
+            pl.when(is_mine & is_part)(store)
 
 
 def _numbers(gates: Any) -> Array:
@@ -156,17 +171,19 @@ def _of_tape(inputs: Any, gates: Any, place: tuple[Any, Any], head: Head) -> Sou
     return Source(t, folded, window, lambda i: load(gates, row, t, head.value, i, where=t < folded))
 
 
-def _store_rows(target: Any, b: Any, source: Source, weights: Any, head: Head) -> None:
-    """Write tokens as the recurrence takes them; all heads of a key head write the same queries and keys."""
-    t, exists = source.t, source.t < target.values.shape[2]
-    g, beta = decay_and_strength(source, weights, head)
-    pltriton.store(at(target.decay, b, head.value, t), jnp.exp(g), mask=exists)
-    pltriton.store(at(target.strength, b, head.value, t), beta, mask=exists)
-    _store(target.values, b, head.value, t, convolved(source, weights, head, head.value_channels))
-    _store(target.keys, b, head.key, t, normed(convolved(source, weights, head, head.key_channels)))
-    if target.queries is not None:
-        scale = head.query_channels.size**-0.5
-        _store(target.queries, b, head.key, t, normed(convolved(source, weights, head, head.query_channels)) * scale)
+def _store_part(part: int, target: Any, b: Any, source: Source, weights: Any, head: Head) -> None:
+    """Write queries (0), keys (1), or values with decay and strength (2) as the recurrence takes them."""
+    if part == 2:
+        t, exists = source.t, source.t < target.values.shape[2]
+        g, beta = decay_and_strength(source, weights, head)
+        pltriton.store(at(target.decay, b, head.value, t), jnp.exp(g), mask=exists)
+        pltriton.store(at(target.strength, b, head.value, t), beta, mask=exists)
+        _store(target.values, b, head.value, t, convolved(source, weights, head, head.value_channels))
+    elif part == 1:
+        _store(target.keys, b, head.key, source.t, normed(convolved(source, weights, head, head.key_channels)))
+    elif target.queries is not None:
+        queries = normed(convolved(source, weights, head, head.query_channels)) * head.query_channels.size**-0.5
+        _store(target.queries, b, head.key, source.t, queries)
 
 
 def _store_mixed(target: Any, b: Any, source: Source, weights: Any, head: Head) -> None:
