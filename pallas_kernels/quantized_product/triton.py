@@ -25,6 +25,7 @@ from pallas_kernels.quantized_product.layout import LONGEST, FewBits
 from pallas_kernels.quantized_product.tiles import LEAST, group_refusal, products, step_of
 
 MOST_SPLITS = 8
+MOST_OF_NARROW = 256  # tokens of a call that were measured to want tiles of 64
 SMALL = ((8, 6), (8, 9), (12, 0))  # GPUs whose blocks have 99 KiB of shared memory; others have 163 or more
 IN_FLIGHT, IN_FLIGHT_SMALL = 72 << 10, 40 << 10  # bytes of a program's spans, so that programs share a multiprocessor
 
@@ -53,14 +54,21 @@ class Config:
 def default_config(x: Any, values: Any, scales: Any, *, may_split: bool = False) -> Config:
     """At most 64 tokens stream (BENCH.md), more take larger tiles.
 
-    Inputs are split until every multiprocessor has about two programs, whose loads hide each other's latency.
+    Inputs are split until every multiprocessor has about two programs, whose loads hide each other's latency. Products
+    in 4 bits of 65 to 256 tokens take narrow tiles, and four parts where tiles are few: down of 128 tokens takes 74 us
+    in place of 159 on an H100.
     """
     count, rows = max(1, tokens_of(x)), len(scales)
-    is_small = _compat.compute_capability() in SMALL
-    if count > 64:
+    is_small, is_packed = _compat.compute_capability() in SMALL, values.dtype == jnp.uint16
+    if count > MOST_OF_NARROW or (count > 64 and (is_small or not is_packed)):
         return Config(rows=128, tokens=64 if is_small else 128, num_stages=2 if is_small else 3, num_warps=8)
+    if count > 64:
+        span = step_of(values, x.shape[-1] // scales.shape[1], LONGEST)
+        tiles = pl.cdiv(rows, 128) * pl.cdiv(count, 64)
+        is_split = may_split and tiles < 1.5 * _compat.sm_count() and x.shape[-1] // span % 4 == 0
+        return Config(rows=128, tokens=64, splits=4 if is_split else 1)
     config = Config(
-        rows=128 if values.dtype == jnp.uint16 else 64,  # e4m3 takes twice the registers of 4 bits
+        rows=128 if is_packed else 64,  # e4m3 takes twice the registers of 4 bits
         tokens=max(LEAST, 1 << (count - 1).bit_length()),
     )
     span = step_of(values, x.shape[-1] // scales.shape[1], config.depth)
