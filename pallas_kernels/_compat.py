@@ -63,6 +63,34 @@ def _triton_backend() -> Any:
     return triton
 
 
+def mosaic_in_place(
+    body: Callable[[Any], None], arrays: list[jax.Array], mesh: Any, *, compiler_params: Any, name: str
+) -> list[jax.Array]:
+    """Run a Mosaic kernel that changes some of its arrays: donated ones are written where they lie.
+
+    JAX 0.11 deprecates `core_map` in favour of `kernel` over a `jax.Ref`, which 0.10 cannot trace. The filter matches
+    that one message and nothing else.
+
+    Args:
+        body: of a CTA; it is given a reference to each array.
+        arrays: what it reads and writes.
+        mesh: a Mosaic mesh.
+        compiler_params: Mosaic's.
+        name: of the kernel, in profiles.
+
+    Returns:
+        The arrays as they are then.
+    """
+    message = "jax.experimental.pallas.core_map is deprecated"
+    warnings.filterwarnings("ignore", message=message, category=DeprecationWarning)
+
+    def run(refs: Any) -> None:
+        pl.core_map(mesh, compiler_params=compiler_params, name=name)(functools.partial(body, refs))
+
+    changed: list[jax.Array] = pl.run_state(run)(arrays)
+    return changed
+
+
 def row_index(*index: Any) -> tuple[jax.Array, ...]:
     """Index of full rows of a reference: scalars and vectors of one length, then the length of a row.
 

@@ -138,18 +138,14 @@ def _call(
         thread_name="warpgroup",
     )
 
-    def run(refs: Any) -> None:
-        call = jax.tree.unflatten(tree, refs)
+    def body(refs: Any) -> None:
+        run = functools.partial(_body, jax.tree.unflatten(tree, refs), items, width)
+        pl.run_scoped(run, collective_axes="warpgroup", **scratch)
 
-        @pl.core_map(
-            mesh,
-            compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-            name="gated_delta_verify" if T else "gated_delta_fold",
-        )
-        def _() -> None:
-            pl.run_scoped(functools.partial(_body, call, items, width), collective_axes="warpgroup", **scratch)
-
-    results = jax.tree.unflatten(tree, pl.run_state(run)(leaves))
+    params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+    name = "gated_delta_verify" if T else "gated_delta_fold"
+    changed = _compat.mosaic_in_place(body, leaves, mesh, compiler_params=params, name=name)
+    results = jax.tree.unflatten(tree, changed)
     return results.outputs, Kept(results.state, results.inputs, results.gates)
 
 
