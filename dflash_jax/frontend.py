@@ -24,7 +24,7 @@ from dflash_jax.engine.host.sequence import Sequence
 from dflash_jax.options import EngineArgs, EngineConfig
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.parallel.platform import enable_compilation_cache, share_of_gpu
-from dflash_jax.spec import DraftConfig, Fields, TargetConfig, read_json, target_config
+from dflash_jax.spec import DraftConfig, Fields, TargetConfig
 from dflash_jax.spec.quantization import quantizes
 from dflash_jax.text.renderer import Renderer
 from dflash_jax.text.tokenizer import Tokenizer
@@ -32,6 +32,7 @@ from dflash_jax.weights.drafter import read_draft_config
 from dflash_jax.weights.folder import resolve_folder, resolve_folders
 from dflash_jax.weights.layouts import Matrix, rounded, rounded_int4
 from dflash_jax.weights.loader import load_kv_scales, load_params
+from dflash_jax.weights.target import read_target_config
 
 
 class Frontend(Renderer):
@@ -182,8 +183,7 @@ def _load_draft(folder: Path, draft: DraftConfig, target: Model, config: EngineC
 
 def _read_configs(folder: Path, draft_folder: Path | None) -> tuple[TargetConfig, DraftConfig | None]:
     """Read both configurations, and check them against each other before any tensor is loaded."""
-    path = folder / "config.json"
-    target = target_config(read_json(path), str(path))
+    target = read_target_config(folder)
     return target, None if draft_folder is None else read_draft_config(draft_folder, target)
 
 

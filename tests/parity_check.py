@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.models.target import TargetModel
-from dflash_jax.spec import TargetConfig, read_json, target_config
+from dflash_jax.spec import TargetConfig
 from dflash_jax.weights.loader import load_params
+from dflash_jax.weights.target import read_target_config
 from tests.dense_kv import DenseKVCache
 
 TOLERANCE = 1e-4
@@ -19,7 +20,7 @@ class Target:
     """A target loaded from a folder, run in float32 with a dense cache and every layer tapped."""
 
     def __init__(self, folder: Path):
-        self.config = target_config(read_json(folder / "config.json"), str(folder / "config.json"))
+        self.config = read_target_config(folder)
         self.params = load_params(folder, self.config, jnp.dtype(jnp.float32))
 
     def cache(self, batch: int, slots: int) -> DenseKVCache:

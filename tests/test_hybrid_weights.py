@@ -22,6 +22,7 @@ from dflash_jax.weights.orders import inverse, rotary_order
 from dflash_jax.weights.parameters import PROJECTIONS, checkpoint_tensors, declare, parameters_of
 from dflash_jax.weights.safetensors import list_tensors
 from dflash_jax.weights.tables import checkpoint_table, gated_delta_table
+from dflash_jax.weights.target import read_target_config
 from pallas_kernels.lib.rotary import rotate
 from tests.pairs import GOLDEN, HYBRID, random_tensors, write_model
 
@@ -252,6 +253,29 @@ def test_prefixes(tmp_path, caplog, prefix, head, tied):
     for name, tensor in tensors.items():
         np.testing.assert_allclose(found[name], tensor, atol=1e-7, err_msg=name)
     assert load_kv_scales(tmp_path, config).k[3].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("text_alone", [True, False], ids=["flag of the text alone", "flag of both"])
+@pytest.mark.parametrize(
+    ("head", "tied"),
+    [(None, True), (lambda embedding: embedding, True), (lambda embedding: 2 * embedding, False)],
+    ids=["no head", "a copy", "a head of its own"],
+)
+def test_a_head_in_the_file_is_used_whatever_the_flags_say(tmp_path, caplog, text_alone, head, tied):
+    """As transformers 5.24 does, seen over all flags at both levels: only a head that is absent or equal is tied."""
+    raw = {name: value for name, value in HYBRID.items() if name != "tie_word_embeddings"}
+    raw["text_config"] = raw["text_config"] | {"tie_word_embeddings": True}
+    write_model(tmp_path, raw if text_alone else raw | {"tie_word_embeddings": True}, seed=0)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = {name: np.array(info.load()) for name, info in list_tensors(tmp_path).items()}
+    embedding = tensors["model.embed_tokens.weight"]
+    if head is not None:
+        save_file(tensors | {"lm_head.weight": head(embedding)}, file)
+    config = read_target_config(tmp_path)
+    assert config.tie_word_embeddings is tied
+    assert caplog.text.count("holds a head 'lm_head.weight' of its own, which is used") == (not tied)
+    params = load_params(tmp_path, config, jnp.float32)
+    np.testing.assert_array_equal(params.get("lm_head", params["embed_tokens"]), embedding * (1 if tied else 2))
 
 
 def test_what_else_a_checkpoint_holds_is_skipped_and_said(caplog):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.progress import announce, phase
-from dflash_jax.spec import DraftConfig, TargetConfig, check_draft_fits, read_json, target_config
+from dflash_jax.spec import DraftConfig, TargetConfig, check_draft_fits
 from dflash_jax.text.tokenizer import Tokenizer
 from dflash_jax.train.config import MASK_TOKENS, TrainConfig, draft_config_of
 from dflash_jax.train.state import place
@@ -18,6 +18,7 @@ from dflash_jax.weights.drafter import read_draft_config
 from dflash_jax.weights.export import draft_raw_config, save_model
 from dflash_jax.weights.folder import resolve_folder
 from dflash_jax.weights.loader import Params, load_params
+from dflash_jax.weights.target import read_target_config
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,7 @@ def load_pair(config: TrainConfig, mesh: jax.sharding.Mesh) -> Pair:
 
 
 def _load_pair(config: TrainConfig, mesh: jax.sharding.Mesh, folder: Path, draft_folder: Path | None) -> Pair:
-    path = folder / "config.json"
-    target = target_config(read_json(path), str(path))
+    path, target = folder / "config.json", read_target_config(folder)
 
     def where(axes: tuple[str, ...], shape: tuple[int, ...]) -> jax.sharding.Sharding:
         return place(mesh, axes, shape)

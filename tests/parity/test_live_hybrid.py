@@ -76,8 +76,7 @@ def configs(draw):
     text |= draw(layer_fields()) | draw(partial_rope_fields())
     if draw(st.booleans()):
         return {"architectures": ["Qwen3_5ForCausalLM"]} | text
-    tied = draw(st.booleans())  # where a file does not have it here, transformers does not read that of the text
-    return conditional(text, tie_word_embeddings=tied)
+    return conditional(text, **optional(draw, "tie_word_embeddings", st.booleans()))
 
 
 @given(
