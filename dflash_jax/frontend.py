@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,15 @@ class Frontend(Renderer):
 
     Attributes:
         eos_token_ids: every token that ends a text.
+        num_tokens: rows of the vocabulary that may be emitted; those behind are padding, which nothing stands for.
     """
 
     def __init__(self, folder: Path, target: TargetConfig, config: EngineConfig, *, seed: int | None):
         super().__init__(folder)
         self.config, self.vocab_size = config, target.vocab_size
         self.eos_token_ids = _eos_token_ids(self.generation_config, target, self.tokenizer)
+        named = self.vocab_size if self.tokenizer is None else self.tokenizer.num_tokens
+        self.num_tokens = min(max(named, *(token + 1 for token in self.eos_token_ids), 0), self.vocab_size)
         self._constraints = (
             Constraints(self.tokenizer, target.vocab_size, self.eos_token_ids) if self.tokenizer else None
         )
@@ -65,6 +69,7 @@ class Frontend(Renderer):
             prompt_length=len(token_ids),
             max_model_len=self.config.max_model_len,
             vocab_size=self.vocab_size,
+            num_tokens=self.num_tokens,
             has_tokenizer=self.tokenizer is not None,
         )
         seed = self._seeds.randrange(SEED_LIMIT) if params.seed is None else params.seed
@@ -115,6 +120,8 @@ def load(
     enable_compilation_cache()
     config = EngineConfig.of(args, target, draft, on_cpu=jax.default_backend() == "cpu")
     frontend = Frontend(folder, target, config, seed=args.seed)
+    if frontend.num_tokens < target.vocab_size:
+        target = replace(target, num_tokens=frontend.num_tokens)
     mesh = Mesh.of(config.tensor_parallel_size)
     if target_params is None:
         loaded = _load(folder, target, config, mesh, quantize=rounded if quantize else None)

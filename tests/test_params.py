@@ -27,7 +27,8 @@ FULL = {
 
 
 def limits(**changes):
-    return {"prompt_length": 3, "max_model_len": 64, "vocab_size": 10, "has_tokenizer": True} | changes
+    sizes = {"prompt_length": 3, "max_model_len": 64, "vocab_size": 10, "num_tokens": 8}
+    return sizes | {"has_tokenizer": True} | changes
 
 
 def test_defaults_change_nothing():
@@ -158,6 +159,11 @@ def test_bad_structured_outputs(given, words):
     [
         ({"stop_token_ids": [10]}, {}, "stop_token_ids holds 10, .*0 to 9"),
         ({"allowed_token_ids": [9, 10]}, {}, "allowed_token_ids holds 10, .*0 to 9"),
+        (
+            {"allowed_token_ids": [8, 9]},
+            {},
+            "allowed_token_ids holds padding of the vocabulary alone: tokens are 0 to 7",
+        ),
         ({"logit_bias": {"9": 1, "11": 1}}, {}, "logit_bias holds 11, .*0 to 9"),
         ({"logprobs": 11}, {}, "logprobs=11 .*10"),
         ({"prompt_logprobs": 11}, {}, "prompt_logprobs=11 .*10"),
@@ -179,6 +185,7 @@ def test_parameters_that_do_not_fit_the_model(params, changes, words):
 def test_parameters_that_fit():
     params = SamplingParams(**FULL | {"logprobs": 10, "prompt_logprobs": 10, "max_tokens": None})
     assert check_params(params, **limits()) == 61
+    assert check_params(SamplingParams(allowed_token_ids=[9, 7]), **limits()) == 16
     assert check_params(SamplingParams(logit_bias={9: 1}, stop_token_ids=[9]), **limits(has_tokenizer=False)) == 16
 
 

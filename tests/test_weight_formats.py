@@ -80,9 +80,9 @@ class Grouped:
         called.add("gated")
         return gated(self.product(x).reshape(*x.shape[:-1], *self.shape[:-1]))
 
-    def largest(self, x, length=None, *, kernels):
+    def largest(self, x, length=None, limit=None, *, kernels):
         called.add("largest")
-        return largest(self.product(x, jnp.float32))
+        return largest(self.product(x, jnp.float32), limit)
 
     def shard(self, axis, name):
         return None

@@ -157,6 +157,7 @@ def likeliest_product(
     head: Array | Weight,
     devices: Devices,
     length: Int[Array, ""] | None = None,
+    limit: int | None = None,
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
     """Argmax of a head's logits, and its logit, where possible without keeping the logits.
 
@@ -167,12 +168,14 @@ def likeliest_product(
         head: [V, D], split over the devices where V divides evenly.
         devices: where it runs.
         length: only the first `length` of the B * T rows are wanted, int32; results of the others are undefined.
+        limit: only the first `limit` rows of the head count, the others are padding; None is all.
     """
     head = weight_of(head)
     parts = head.shard(0, AXIS) if devices.share(head.shape[0]) else None
 
     def on_each(hidden, head, length, peers):
-        token, value = head.largest(hidden, length, kernels=devices.has_kernels)
+        here = limit if limit is None or parts is None else limit - lax.axis_index(AXIS) * head.shape[0]
+        token, value = head.largest(hidden, length, here, kernels=devices.has_kernels)
         return (token, value) if parts is None else argmax_over_devices(token, value, head.shape[0], peers)
 
     in_specs = (WHOLE, WHOLE if parts is None else parts, WHOLE, SPLIT_FIRST)

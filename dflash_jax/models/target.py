@@ -133,8 +133,9 @@ class TargetModel(nn.Module):
         return look_up(self.weights["embed_tokens"], tokens, self.devices)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """float32 logits of normed hidden states."""
-        return logits_of(hidden, self.head)
+        """float32 logits of normed hidden states; -inf for padding of the vocabulary."""
+        logits, tokens = logits_of(hidden, self.head), self.config.num_tokens
+        return logits if tokens is None else jnp.where(jnp.arange(logits.shape[-1]) < tokens, logits, -jnp.inf)
 
     def likeliest(
         self, hidden: Float[Array, "B T D"], length: Int[Array, ""] | None = None
@@ -145,7 +146,7 @@ class TargetModel(nn.Module):
             hidden: normed hidden states.
             length: only the first `length` of the B * T rows are wanted; None is all.
         """
-        return likeliest_product(hidden, self.head, self.devices, length)
+        return likeliest_product(hidden, self.head, self.devices, length, self.config.num_tokens)
 
     @property
     def head(self) -> Float[Array, "V D"] | Weight:

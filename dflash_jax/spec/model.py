@@ -253,6 +253,8 @@ class TargetConfig(DecoderConfig):
     Attributes:
         weight_block_size: rows and columns of the blocks that share a scale in a block-wise fp8 checkpoint; else None.
         quantization: what the checkpoint says of its quantised matrices; None if it says nothing.
+        num_tokens: the first rows of the vocabulary, which a tokenizer or the end of texts names; those behind are
+            padding, which is read and never emitted. None is all rows, and what config.json alone says.
     """
 
     architecture: str
@@ -261,6 +263,7 @@ class TargetConfig(DecoderConfig):
     eos_token_ids: tuple[int, ...]
     weight_block_size: tuple[int, int] | None
     quantization: Quantization | None = None
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,11 @@ class Tokenizer:
         """The id of the end-of-sequence token; None if there is none."""
         return self.hf.eos_token_id
 
+    @property
+    def num_tokens(self) -> int:
+        """One more than the largest id of a token, added ones included."""
+        return 1 + max(self._backend.get_vocab().values(), default=-1)
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its name; None if there is none."""
         return self._backend.token_to_id(token)

@@ -35,6 +35,7 @@ def largest_product(
     weight: Float[Array, "V D"],
     scales: Float[Array, " V"] | None = None,
     length: Int[Array, ""] | None = None,
+    limit: int | Int[Array, ""] | None = None,
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
@@ -46,6 +47,8 @@ def largest_product(
       scales: float32 scales of the rows of an fp8 head; None is 1.
       length: int32; only the first ``length`` tokens of the array need a result, the others may get anything; None
         is all.
+      limit: only the first ``limit`` rows of the weight count, those behind are padding; int32, and where it is not
+        positive the product is -inf. None is all.
       implementation: ``"mosaic"``, where products never leave the chip, or ``"reference"``, which leaves them to XLA;
         None picks the faster.
 
@@ -59,7 +62,7 @@ def largest_product(
     """
     _check(x, weight, scales)
     run = LARGEST_PRODUCT.function(implementation, (x, weight))
-    index, value = run(x, weight, scales, length)
+    index, value = run(x, weight, scales, length, limit)
     return index, value
 
 

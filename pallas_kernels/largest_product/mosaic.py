@@ -77,6 +77,7 @@ def largest_product(
     weight: Float[Array, "V D"],
     scales: Float[Array, " V"] | None = None,
     length: Int[Array, ""] | None = None,
+    limit: int | Int[Array, ""] | None = None,
     *,
     tile: Tile | None = None,
 ) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
@@ -90,7 +91,9 @@ def largest_product(
     # A lone block is padded here: TMA is slow where it has to fill rows from beyond the end of x.
     multiple = plan.tile.rows if plan.blocks == 1 else ALIGNED
     rows = jnp.pad(x.reshape(tokens, -1), ((0, -tokens % multiple), (0, 0)))
-    optional = {"scales": scales, "length": None if length is None else length.reshape(1)}
+    numbers = {"length": length, "limit": limit}
+    optional = {"scales": scales}
+    optional |= {k: None if n is None else jnp.asarray(n, jnp.int32).reshape(1) for k, n in numbers.items()}
     present = {name: array for name, array in optional.items() if array is not None}
     operands = _compat.vary_alike(rows, weight, *present.values())
 
@@ -115,7 +118,16 @@ def largest_product(
 
 
 def _largest(
-    x: Any, weight: Any, value: Any, index: Any, *, plan: Plan, scales: Any = None, length: Any = None, **s: Any
+    x: Any,
+    weight: Any,
+    value: Any,
+    index: Any,
+    *,
+    plan: Plan,
+    scales: Any = None,
+    length: Any = None,
+    limit: Any = None,
+    **s: Any,
 ) -> None:
     """The body of one CTA; ``s`` is its scratch."""
     columns, (V, _) = plan.tile.columns, weight.shape
@@ -151,6 +163,7 @@ def _largest(
         """
         if scales is not None:
             plgpu.barrier_wait(s["scales_full"].at[lax.rem(i, 2)])
+        column = plgpu.broadcasted_iota(jnp.int32, (len(values), PART), 1, layout=plgpu.Layout.WGMMA)
         parts = []
         for start in range(0, columns, PART):
             part = values[:, start : start + PART]
@@ -158,9 +171,10 @@ def _largest(
                 part_scales = s["scales_s"].at[lax.rem(i, 2), pl.ds(start, PART)]
                 of_columns = _compat.smem_load(part_scales, plgpu.Layout.WGMMA.reduce(0))
                 part = part * lax.broadcast_in_dim(of_columns, part.shape, [1])
+            if limit is not None:
+                part = jnp.where(column < limit[0] - first_of(piece) - start, part, -jnp.inf)
             parts.append(part)
         highest = functools.reduce(jnp.maximum, [part.max(axis=1) for part in parts])
-        column = plgpu.broadcasted_iota(jnp.int32, parts[0].shape, 1, layout=plgpu.Layout.WGMMA)
         firsts = []
         for k, part in enumerate(parts):
             is_lower = part < lax.broadcast_in_dim(highest, part.shape, [0])

@@ -16,15 +16,25 @@ def largest_product(
     weight: Float[Array, "V D"],
     scales: Float[Array, " V"] | None = None,
     length: Int[Array, ""] | None = None,
+    limit: int | Int[Array, ""] | None = None,
 ) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
     """See ``pallas_kernels.largest_product``; every token gets a result."""
     del length
     products = product(x, weight, jnp.float32)
-    return largest(products if scales is None else products * scales)
+    return largest(products if scales is None else products * scales, limit)
 
 
-def largest(values: Float[Array, "*T V"]) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
-    """The first argmax of the last axis, and the maximum; NaN counts as the largest."""
+def largest(
+    values: Float[Array, "*T V"], limit: int | Int[Array, ""] | None = None
+) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
+    """The first argmax of the last axis, and the maximum; NaN counts as the largest.
+
+    Args:
+      values: any numbers.
+      limit: only the first ``limit`` of each row count; where there are none the maximum is -inf. None is all.
+    """
+    if limit is not None:
+        values = jnp.where(jnp.arange(values.shape[-1]) < limit, values, -jnp.inf)
     index = lax.platform_dependent(values, cpu=_argmax_by_parts, default=_argmax)
     return index, jnp.take_along_axis(values, index[..., None], axis=-1)[..., 0]
 

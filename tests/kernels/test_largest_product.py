@@ -98,6 +98,26 @@ def test_the_first_of_several_is_found_and_nothing_beyond_the_end(implementation
 
 
 @pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize("limit", [1, 100, 997, 1000])
+def test_padding_behind_the_limit_is_never_found(implementation, dtype, limit):
+    """Also where it is the largest, or not a number; all that counts is negative, as zeros are not."""
+    x, weight, scales = operands((2, 40), 1000, 1024, dtype)
+    x, weight = abs(x), -abs(weight)
+    loud = weight.at[limit:].set(8.0).at[limit + 1 :: 3].set(jnp.nan)
+    found = largest_product(x, loud, scales, None, limit, implementation=implementation)
+    check(found, x, weight[:limit], scales if scales is None else scales[:limit])
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+def test_nothing_counts_on_a_device_that_has_only_padding(implementation):
+    x, weight, _ = operands((9,), 264, 1024, BF16)
+    for limit in (0, -5):
+        _, value = largest_product(x, weight, None, None, jnp.int32(limit), implementation=implementation)
+        np.testing.assert_array_equal(value, -np.inf)
+
+
+@pytest.mark.parametrize("implementation", BOTH)
 def test_nan_is_the_largest_and_breaks_no_other_row(implementation):
     x, weight, _ = operands((9,), 264, 1024, BF16)
     run = functools.partial(largest_product, implementation=implementation)
@@ -124,7 +144,9 @@ def test_lowers(tile, dtype):
     f = functools.partial(mosaic.largest_product, tile=tile)
     given = shapes((64, 15), 151_936, 4096, dtype)
     assert "mosaic_gpu" in cuda_lowering(f, *given)
-    assert "mosaic_gpu" in cuda_lowering(f, *given, jax.ShapeDtypeStruct((), jnp.int32))
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    assert "mosaic_gpu" in cuda_lowering(f, *given, number)
+    assert "mosaic_gpu" in cuda_lowering(f, *given, None, number)
     assert tile.stages * tile.step < mosaic.MIN_STEPS * STEP
 
 
@@ -201,8 +223,9 @@ def test_sharded_lowering_knows_what_varies(dtype):
 
 @pytest.mark.parametrize("rows", [64, 63], ids=["split", "whole"])
 @pytest.mark.parametrize("kind", ["array", "quantized", "transposed"])
+@pytest.mark.parametrize("limit", [None, 50, 7])
 @pytest.mark.parametrize("devices", [None, 1, 4])
-def test_heads_of_all_kinds_give_the_token_of_their_logits(devices, kind, rows):
+def test_heads_of_all_kinds_give_the_token_of_their_logits(devices, kind, rows, limit):
     if devices == 4 and ON_GPU:
         pytest.skip("the CPU suite has four devices")
     x, weight, _ = operands((2, 5), rows, 16, F32)
@@ -211,9 +234,9 @@ def test_heads_of_all_kinds_give_the_token_of_their_logits(devices, kind, rows):
         "quantized": Quantized(*to_e4m3(weight, 1)),
         "transposed": Transposed(weight.T, weight.shape),
     }[kind]
-    wanted, values = likeliest(logits_of(x, head))
+    wanted, values = likeliest(logits_of(x, head)[..., :limit])
     over = AUTOMATIC if devices is None else Devices(Mesh(mesh_of(devices)))
-    found, scores = jax.jit(lambda x, head: likeliest_product(x, head, over))(x, head)
+    found, scores = jax.jit(lambda x, head: likeliest_product(x, head, over, limit=limit))(x, head)
     np.testing.assert_array_equal(found, wanted)
     if kind != "quantized":
         np.testing.assert_allclose(scores, values, rtol=1e-5)

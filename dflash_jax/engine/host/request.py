@@ -162,9 +162,23 @@ def cache_salt_of(prompt: Prompt) -> str | None:
 
 
 def check_params(
-    params: SamplingParams, *, prompt_length: int, max_model_len: int, vocab_size: int, has_tokenizer: bool
+    params: SamplingParams,
+    *,
+    prompt_length: int,
+    max_model_len: int,
+    vocab_size: int,
+    num_tokens: int,
+    has_tokenizer: bool,
 ) -> int:
     """The most tokens the request may emit.
+
+    Args:
+        params: of the request.
+        prompt_length: tokens of the prompt.
+        max_model_len: most tokens of prompt and answer.
+        vocab_size: V, rows of the vocabulary.
+        num_tokens: the first rows of the vocabulary, which may be emitted.
+        has_tokenizer: whether there is text at all.
 
     Raises:
         RequestError: the prompt leaves no room, or the parameters do not fit the model.
@@ -182,6 +196,10 @@ def check_params(
     ):
         if beyond := [t for t in tokens if t >= vocab_size]:
             raise RequestError(f"{name} holds {beyond[0]}, not in the vocabulary: ids are 0 to {vocab_size - 1}.")
+    if params.allowed_token_ids and min(params.allowed_token_ids) >= num_tokens:
+        raise RequestError(
+            f"allowed_token_ids holds padding of the vocabulary alone: tokens are 0 to {num_tokens - 1}; allow one."
+        )
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if count is not None and count > vocab_size:
             raise RequestError(f"{name}={count} exceeds the vocabulary of {vocab_size}; lower it.")

@@ -77,10 +77,22 @@ class DraftModel(nn.Module):
         return hidden, cache
 
     def tokens(
-        self, hidden: Float[Array, "B T D"] | QuantizedRows, target_head: Float[Array, "V D"] | Weight
+        self,
+        hidden: Float[Array, "B T D"] | QuantizedRows,
+        target_head: Float[Array, "V D"] | Weight,
+        limit: int | None = None,
     ) -> Int[Array, "B T"]:
-        """Argmax of each row's logits, int32, as a token of the target's vocabulary."""
+        """Argmax of each row's logits, int32, as a token of the target's vocabulary.
+
+        Args:
+            hidden: what `__call__` returns.
+            target_head: the target's head, which a drafter without one uses.
+            limit: only the first `limit` rows of the vocabulary are tokens, which the target emits; None is all.
+        """
         # A head of its own, or a copy of the target's in another format, which no table declares.
         draft_head: Any = self.get_variable("params", "lm_head")
-        drafted, _ = likeliest_product(hidden, target_head if draft_head is None else draft_head, self.devices)
-        return drafted + self.weights["d2t"][drafted] if "d2t" in self.weights else drafted
+        head = target_head if draft_head is None else draft_head
+        if "d2t" not in self.weights:
+            return likeliest_product(hidden, head, self.devices, limit=limit)[0]
+        drafted, _ = likeliest_product(hidden, head, self.devices)
+        return drafted + self.weights["d2t"][drafted]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from dflash_jax.weights.formats.protocol import Product, Rows, plain
+from dflash_jax.weights.formats.protocol import Limit, Product, Rows, plain
 from pallas_kernels import gated, largest, largest_product, product, split_product, swiglu
 
 
@@ -66,12 +66,12 @@ class ArrayWeight:
         return gated(self.product(x).reshape(*x.shape[:-1], *self.shape[:-1]))
 
     def largest(
-        self, x: Rows, length: Int[Array, ""] | None = None, *, kernels: bool
+        self, x: Rows, length: Int[Array, ""] | None = None, limit: Limit = None, *, kernels: bool
     ) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
         """Argmax and its logit; the kernel keeps no logits."""
         if kernels:
-            return largest_product(plain(x, "a plain array"), self.values, length=length)
-        return largest(self.product(x, jnp.float32))
+            return largest_product(plain(x, "a plain array"), self.values, length=length, limit=limit)
+        return largest(self.product(x, jnp.float32), limit)
 
     def shard(self, axis: int, name: str) -> ArrayWeight:
         """The spec that splits one axis of the array."""

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec, Sharding
 from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, Int
 
 from dflash_jax.spec import DraftConfig
-from dflash_jax.weights.formats.protocol import Product, QuantizedRows, Rows
+from dflash_jax.weights.formats.protocol import Limit, Product, QuantizedRows, Rows
 from dflash_jax.weights.parameters import PROJECTIONS, Parameter, build, output_axes, parameters_of
 from dflash_jax.weights.tables import checkpoint_table
 from pallas_kernels import gated, largest, largest_product, product, quantize_gated, quantize_rows, split_product
@@ -91,13 +91,13 @@ class Quantized:
         return QuantizedRows(*quantize_gated(raw.reshape(outer), of_token, of_unit), x.dtype)
 
     def largest(
-        self, x: Rows, length: Int[Array, ""] | None = None, *, kernels: bool
+        self, x: Rows, length: Int[Array, ""] | None = None, limit: Limit = None, *, kernels: bool
     ) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
         """Argmax and its logit; with kernels the logit lacks the token's scale, which no argmax depends on."""
         if not kernels:
-            return largest(self.product(x, jnp.float32))
+            return largest(self.product(x, jnp.float32), limit)
         values = x.values if isinstance(x, QuantizedRows) else quantize_rows(x)[0]
-        return largest_product(values, self.values, self.scales, length)
+        return largest_product(values, self.values, self.scales, length, limit)
 
     def shard(self, axis: int, name: str) -> Quantized:
         """Specs of the numbers, and of the scales, which are split only along output axes."""

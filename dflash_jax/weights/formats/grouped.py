@@ -14,7 +14,7 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, Int, UInt8, UInt16
 
-from dflash_jax.weights.formats.protocol import Product, Rows, plain
+from dflash_jax.weights.formats.protocol import Limit, Product, Rows, plain
 from pallas_kernels import gated, largest, quantized_product, split_quantized_product
 from pallas_kernels.experts import FewBits
 from pallas_kernels.quantized_product.layout import PLACES
@@ -79,10 +79,10 @@ class Grouped:
         return gated(self.product(x, kernels=kernels).reshape(*x.shape[:-1], *self.shape[:-1]))
 
     def largest(
-        self, x: Rows, length: Int[Array, ""] | None = None, *, kernels: bool
+        self, x: Rows, length: Int[Array, ""] | None = None, limit: Limit = None, *, kernels: bool
     ) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
         """Argmax and its logit, over float32 logits of all tokens."""
-        return largest(self.product(x, "float32", kernels=kernels))
+        return largest(self.product(x, "float32", kernels=kernels), limit)
 
     def shard(self, axis: int, name: str) -> Self | None:
         """Specs that split an output axis, or the first input axis, which the loader has made a multiple of a group.

@@ -33,6 +33,7 @@ class QuantizedRows:
 
 
 Rows = Array | QuantizedRows
+Limit = int | Int[Array, ""] | None  # how many rows of a head count, those behind are padding; None is all
 
 
 class Product(NamedTuple):
@@ -111,13 +112,14 @@ class Weight(Protocol):
         ...
 
     def largest(
-        self, x: Rows, length: Int[Array, ""] | None = None, *, kernels: bool
+        self, x: Rows, length: Int[Array, ""] | None = None, limit: Limit = None, *, kernels: bool
     ) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
         """Argmax over the outputs, and its float32 logit, for a head [V, D].
 
         Args:
             x: final hidden states.
             length: only the first `length` tokens are wanted; the results of the others are undefined. None is all.
+            limit: only the first `limit` outputs count; where it is not positive the logit is -inf.
             kernels: whether Pallas kernels may do it. With quantised rows the logit lacks the token's scale.
         """
         ...

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from dflash_jax.weights.formats.protocol import Product, Rows, Weight
+from dflash_jax.weights.formats.protocol import Limit, Product, Rows, Weight
 from pallas_kernels import gated, largest
 
 
@@ -75,10 +75,10 @@ class SideBySide:
         return gated(self.product(x, kernels=kernels).reshape(*x.shape[:-1], *self.shape[: self.rows]))
 
     def largest(
-        self, x: Rows, length: Int[Array, ""] | None = None, *, kernels: bool
+        self, x: Rows, length: Int[Array, ""] | None = None, limit: Limit = None, *, kernels: bool
     ) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
         """Argmax and its logit, over float32 logits of all tokens."""
-        return largest(self.product(x, jnp.float32, kernels=kernels))
+        return largest(self.product(x, jnp.float32, kernels=kernels), limit)
 
     def shard(self, axis: int, name: str) -> SideBySide | None:
         """Specs of all parts; None where one cannot be split, or along the axis on which they lie."""

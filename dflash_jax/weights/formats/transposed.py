@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from dflash_jax.weights.formats.protocol import Product, Rows, plain
+from dflash_jax.weights.formats.protocol import Limit, Product, Rows, plain
 from pallas_kernels import gated, largest
 
 
@@ -74,10 +74,10 @@ class Transposed:
         return gated(self.product(x).reshape(*x.shape[:-1], *self.shape[:-1]))
 
     def largest(
-        self, x: Rows, length: Int[Array, ""] | None = None, *, kernels: bool
+        self, x: Rows, length: Int[Array, ""] | None = None, limit: Limit = None, *, kernels: bool
     ) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
         """Argmax and its logit, over float32 logits of all tokens."""
-        return largest(self.product(x, jnp.float32))
+        return largest(self.product(x, jnp.float32), limit)
 
     def shard(self, axis: int, name: str) -> None:
         """It is never split: several devices, which stand for accelerators, hold plain arrays."""
