@@ -47,6 +47,7 @@ PARAMS = [
     SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(regex="[ab]{3,9}c"), max_tokens=15),
     SamplingParams(temperature=1.5, seed=5, bad_words=["a", "b b"], allowed_token_ids=[97, 98, 32], max_tokens=10),
     SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=3, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=13, ignore_eos=True, speculation=False),
 ]
 # 20 pages of 4 tokens: one sequence of 64 tokens and its look-ahead fits, four do not.
 SHAPES = {"max_num_seqs": 4, "page_size": 4, "max_num_batched_tokens": 8}
@@ -56,7 +57,7 @@ EXAMPLES = 40 * int(os.environ.get("DFLASH_TEST_LONG", "1"))
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Random models over bytes: targets with attention alone, with Gated DeltaNet, and with experts; drafters for all.
+    """Random models over bytes: targets with attention alone, with Gated DeltaNet, and with experts, too; drafters.
 
     One drafter has a sliding and a full layer, the other full layers alone.
     """
@@ -179,13 +180,13 @@ def machine_of(target, drafter, **options):
         ),
         ("target", "full", {"kv_cache_memory_bytes": 104_000, "num_speculative_tokens": 3}),
         ("target", None, {"kv_cache_memory_bytes": 66_667}),
-        ("hybrid", "sliding", {"kv_cache_memory_bytes": 98_000, "state_cache_fraction": 0.11}),
         pytest.param(
-            "experts",
+            "hybrid",
             "sliding",
             {"kv_cache_memory_bytes": 98_000, "state_cache_fraction": 0.11},
             marks=pytest.mark.long,
         ),
+        ("experts", "sliding", {"kv_cache_memory_bytes": 98_000, "state_cache_fraction": 0.11}),
         pytest.param("hybrid", None, {"kv_cache_memory_bytes": 56_000}, marks=pytest.mark.long),
     ],
     ids=["sliding", "sliding-fixed-uncached", "full", "no-drafter", "hybrid", "experts", "hybrid-no-drafter"],

@@ -302,11 +302,11 @@ def test_over_four_devices(name):
 
 
 @pytest.mark.long
-def test_after_preemption():
-    name = "q35_moe_tied"
+@pytest.mark.parametrize(("name", "memory"), [(PAIRS[0], 700_000), (PAIRS[1], 1_500_000)])
+def test_after_preemption(name, memory):
     cases = golden_cases(name)
     llm = golden_llm(
-        name, page_size=8, max_model_len=232, kv_cache_memory_bytes=700_000, state_cache_fraction=0.2, max_num_seqs=4
+        name, page_size=8, max_model_len=232, kv_cache_memory_bytes=memory, state_cache_fraction=0.2, max_num_seqs=4
     )
     prompts = [prompt(*case["input_ids"]) for case in cases]
     llm.compile(prompts, greedy(80))
