@@ -7,16 +7,20 @@ engines shipped: each test fails when the bug is put in.
 
 import json
 import shutil
+from collections import Counter
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.models.target import TargetModel
 from dflash_jax.state.pages import extend_hashes
+from dflash_jax.weights.safetensors import list_tensors
+from tests.conftest import ON_GPU
 from tests.pairs import (
     GOLDEN,
     assert_empty,
@@ -28,12 +32,14 @@ from tests.pairs import (
     prompt,
     tokens_of,
 )
+from tests.test_failures import break_steps
 
 PAIR = "q35_dense"
 BLOCK = 8
 CASES = golden_cases(PAIR)
 PROMPTS = [prompt(*case["input_ids"]) for case in CASES]
 EXPECTED = [case["output_ids"] for case in CASES]
+TAILS = range(1, BLOCK + 3)  # tokens of the last chunk of a prompt
 LONGEST = 256  # tokens of the reference's one program
 
 
@@ -64,6 +70,7 @@ def assert_follows(prompt_ids, answer):
     padded = np.zeros(LONGEST, np.int32)
     padded[: len(tokens)] = tokens
     likeliest = np.asarray(reference()(padded, len(tokens)))
+    assert answer
     assert list(answer) == likeliest[len(prompt_ids) - 1 : len(tokens) - 1].tolist()
 
 
@@ -138,7 +145,7 @@ def test_over_devices(devices):
     assert {shard.data.shape[1] for shard in kept.addressable_shards} == {4 // devices if devices == 2 else 4}
 
 
-@pytest.mark.parametrize("length", range(1, BLOCK + 3))
+@pytest.mark.parametrize("length", TAILS)
 def test_short_prompts_are_no_rounds(llm, length):
     """A prompt of as many tokens as a block is prefilled, also in a slot that holds another's state."""
     llm.generate(PROMPTS[3:4], greedy(4))  # leaves a state in the first slot
@@ -158,6 +165,73 @@ def test_rounds_of_any_length_follow_each_other(monkeypatch):
 def test_drafted_and_plain_requests_in_one_batch(llm):
     params = [greedy(80, speculation=index % 2 == 0) for index in range(len(PROMPTS))]
     assert tokens_of(llm.generate(PROMPTS, params)) == EXPECTED
+
+
+def test_tails_of_chunks_and_rounds_of_every_length_side_by_side(monkeypatch):
+    """A prompt of 32 + n tokens ends with a chunk of n, as its last page boundary is a stop: 8.1 to 8.5.
+
+    Two run at a time, so that each but the first begins beside a round of another, in a slot that held a third's state.
+    Prompts are beginnings of golden texts, where the drafter is often right.
+    """
+    llm = golden_llm(PAIR, num_speculative_tokens=None, page_size=16, max_num_seqs=16)
+    rng = np.random.default_rng(4)
+    choose_lengths(monkeypatch, llm.engine, lambda _: int(rng.choice([8, 4, 2, 1], p=[0.6, 0.1, 0.1, 0.2])))
+    texts = [(CASES[case]["input_ids"] + EXPECTED[case], first + n) for case, first in ((0, 0), (2, 32)) for n in TAILS]
+    rng.shuffle(texts)
+    requests = [
+        llm.frontend.request(prompt(*text[:n]) | {"cache_salt": str(n)}, greedy(12, speculation=i % 3 > 0))
+        for i, (text, n) in enumerate(texts)
+    ]
+    waiting = [sequence for request in requests for sequence in request.sequences]
+    while waiting or not llm.engine.is_idle:
+        if waiting and len(llm.engine.scheduler.running) + len(llm.engine.scheduler.waiting) < 2:
+            llm.engine.add([waiting.pop()])
+        llm.engine.step()
+    for (text, n), request in zip(texts, requests, strict=True):
+        assert request.sequences[0].output.token_ids == text[n : n + 12]
+    lengths = Counter(length for request in requests for length in request.output().metrics.acceptance_lengths)
+    assert min(lengths[1], lengths[2], lengths[4], lengths[8]) > 2
+    assert_empty(llm.engine)
+
+
+def test_nan_ends_its_request_alone_and_reaches_no_snapshot(tmp_path):
+    """The embedding of one token is NaN: of one request in its prompt, before a snapshot, of another in its answer."""
+    poison, folder = 70, tmp_path / "target"
+    shutil.copytree(GOLDEN / PAIR / "target", folder)
+    tensors = {name: np.array(info.load()) for name, info in list_tensors(folder).items()}
+    tensors["model.language_model.embed_tokens.weight"][poison] = np.nan
+    tensors["lm_head.weight"][poison] = 0  # so that nobody drafts it
+    save_file(tensors, folder / "model.safetensors")
+    options = {"dtype": "float32", "page_size": 16, "max_num_seqs": 16, "num_speculative_tokens": BLOCK - 1}
+    llm = LLM(folder, GOLDEN / PAIR / "draft", **options)
+    trunk = CASES[4]["input_ids"]
+    culprits = [[*trunk[:70], poison, *trunk[70:]], trunk[:47]]
+    params = [greedy(20), greedy(20, logit_bias={poison: 100}), *[greedy(20)] * len(PROMPTS)]
+    for _ in range(2):
+        outputs = llm.generate([*(prompt(*text) for text in culprits), *PROMPTS], params)
+        for output, emitted in zip(outputs, ([], [poison]), strict=False):
+            completion = output.outputs[0]
+            assert (completion.finish_reason, completion.token_ids) == ("error", emitted)
+            assert "NaN" in completion.error
+        assert tokens_of(outputs[2:]) == [answer[:20] for answer in EXPECTED]
+        while not llm.engine.is_idle:
+            llm.engine.step()
+        assert_empty(llm.engine)
+        for of_page in (*extend(culprits[0])[4:], *extend([*culprits[1], poison])[2:]):  # from the poison on
+            assert llm.engine.scheduler.pools[2].known([of_page]) == []
+    assert outputs[0].metrics.num_cached_tokens <= 64
+    assert outputs[-2].metrics.num_cached_tokens == 48  # of one whose pages no culprit shared
+
+
+def test_a_step_that_fails_once_costs_no_state(llm, monkeypatch, caplog):
+    """States and tapes were donated to it: sequences begin anew, and so does the prefix cache."""
+    caplog.set_level("CRITICAL", logger="dflash_jax")
+    calls = []
+    break_steps(
+        monkeypatch, "greedy_round" if ON_GPU else "verify_commit", lambda *_: calls.append(1) or len(calls) == 3
+    )
+    assert tokens_of(llm.generate(PROMPTS, greedy(20))) == [answer[:20] for answer in EXPECTED]
+    assert len(calls) > 3
 
 
 @pytest.fixture(scope="module")
