@@ -337,6 +337,9 @@ def test_a_sequence_of_a_hybrid_takes_little_more_than_one_state():
     assert figures.state_bytes <= 1.2 * one_state
     assert figures.tokens >= 850_000
     assert figures.snapshots == int(0.1 * 66 * GIB) // figures.state_bytes
+    halved = options(pair, max_num_seqs=16, kv_cache_memory_bytes=66 * GIB, kv_cache_dtype="fp8")
+    tokens_in_fp8 = capacity_of(*pair, plan_layout(*pair, halved), halved).tokens
+    assert tokens_in_fp8 >= 1.9 * figures.tokens  # where pages grow to the size of a state, fp8 gains nothing
     text = "\n".join(figures.lines())
     assert f"KV cache size: {figures.tokens:,} tokens" in text
     assert "Recurrent states: 162.0 MiB a sequence, of which 15.1 MiB are the tape of a block; room for 41" in text

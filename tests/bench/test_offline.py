@@ -4,11 +4,13 @@ import json
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 
+import jax.numpy as jnp
 import pytest
 
+from dflash_jax import LLM
 from dflash_jax.bench.__main__ import main
 from tests.bench.test_serve import KEYS
-from tests.pairs import RECITER
+from tests.pairs import DRAFT, HYBRID, RECITER, greedy, prompt, tokens_of, write_model
 from tests.phases import lines, phases
 
 
@@ -70,6 +72,39 @@ def test_acceptance_accounts_for_every_token(result):
     assert sum(acceptance["histogram"]) == acceptance["num_drafts"]
     assert acceptance["num_accepted_tokens"] <= acceptance["num_draft_tokens"]
     assert acceptance["mean_acceptance_length"] > 2  # the pair recites the licence
+
+
+def test_a_hybrid_with_fp8_keys_of_256(tmp_path, capsys):
+    """As the heads of Qwen3.5 are; its answers over fp8 do not depend on the drafter."""
+    small = {"num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    layers = {"head_dim": 256, "layer_types": ["linear_attention", "full_attention"]}
+    target = write_model(tmp_path / "target", HYBRID | {"text_config": HYBRID["text_config"] | small | layers}, 0)
+    taps = {"dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 60}, "num_target_layers": 2}
+    models = target, write_model(tmp_path / "draft", DRAFT | small | taps | {"num_hidden_layers": 1}, 1)
+    options = {"max_num_seqs": 1, "max_num_batched_tokens": 32, "kv_cache_dtype": "fp8_e4m3", "dtype": "float32"}
+    drafting, plain = LLM(*models, num_speculative_tokens=5, **options), LLM(target, **options)
+    keys = drafting.engine.runner.caches.target.keys
+    assert [(pool.dtype, pool.shape[-1]) for pool in keys] == [(jnp.float8_e4m3fn, 256)]
+    texts = [prompt(*(7 * i % 59 for i in range(length))) for length in (40, 5)]
+    answers = tokens_of(drafting.generate(texts, greedy(20)))
+    assert answers == tokens_of(plain.generate(texts, greedy(20)))
+    assert tokens_of(drafting.generate(texts, greedy(20))) == answers  # the first prompt's snapshot restored
+
+    requests = [{"prompt": text["prompt_token_ids"], "output_tokens": 20} for text in texts]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, requests)))
+    flags = {"--model": models[0], "--draft-model": models[1], "--num-speculative-tokens": 5, "--num-warmups": 0}
+    flags |= {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    flags |= {
+        "--dataset-name": "jsonl",
+        "--dataset-path": tmp_path / "prompts.jsonl",
+        "--output": tmp_path / "out.json",
+    }
+    words = [str(part) for pair in flags.items() for part in pair]
+    assert main(["offline", "--no-compile-at-start", "--ignore-eos", *words]) == 0
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert (result["completed"], result["total_output_tokens"]) == (2, 40)
+    assert result["settings"]["kv_cache_dtype"] == "fp8_e4m3"
+    capsys.readouterr()
 
 
 def test_bad_options(capsys):
