@@ -155,6 +155,13 @@ def greedy(max_tokens: int, **options) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **options)
 
 
+def in_parts(llm: LLM, prompts: list, params: SamplingParams | list[SamplingParams], most: int = 2) -> list:
+    """Outputs of at most so many requests at a time: an engine compiles a round of each number of rows."""
+    of_each = params if isinstance(params, list) else [params] * len(prompts)
+    parts = [slice(start, start + most) for start in range(0, len(prompts), most)]
+    return [output for part in parts for output in llm.generate(prompts[part], of_each[part])]
+
+
 def tokens_of(outputs) -> list[list[int]]:
     return [completion.token_ids for output in outputs for completion in output.outputs]
 

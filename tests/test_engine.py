@@ -21,6 +21,7 @@ from tests.pairs import (
     golden_cases,
     golden_llm,
     greedy,
+    in_parts,
     prompt,
     tokens_of,
     write_byte_tokenizer,
@@ -213,12 +214,12 @@ def test_acceptance_after_a_prefix_hit(page_size):
     cases = golden_cases(PAIR)
     llm = golden_llm(PAIR, page_size=page_size, max_num_seqs=16)  # room for the sliding pages of all four
     prompts = [prompt(*case["input_ids"]) for case in cases]
-    assert_acceptance(llm.generate(prompts, greedy(80)), cases)
-    again = llm.generate(prompts, greedy(80))
+    assert_acceptance(in_parts(llm, prompts, greedy(80)), cases)
+    again = in_parts(llm, prompts, greedy(80))
     assert_acceptance(again, cases)
     hits = [output.metrics.num_cached_tokens for output in again]
     assert hits == [(len(case["input_ids"]) - 1) // page_size * page_size for case in cases]
-    salted = llm.generate([p | {"cache_salt": "tenant"} for p in prompts], greedy(80))
+    salted = in_parts(llm, [p | {"cache_salt": "tenant"} for p in prompts], greedy(80))
     assert_acceptance(salted, cases)
     assert [output.metrics.num_cached_tokens for output in salted] == [0] * len(cases)
 

@@ -29,6 +29,7 @@ from tests.pairs import (
     golden_cases,
     golden_llm,
     greedy,
+    in_parts,
     prompt,
     tokens_of,
 )
@@ -47,6 +48,12 @@ LONGEST = 256  # tokens of the reference's one program
 def llm():
     """Pages of 16 tokens: prompts of the cases have several, and a block of 8 fits one."""
     return golden_llm(PAIR, page_size=16, max_num_seqs=16)  # room for the sliding pages of every case
+
+
+@pytest.fixture(scope="module")
+def plain_llm():
+    """The same engine without a drafter."""
+    return golden_llm(PAIR, drafter=False, page_size=16, max_num_seqs=16)
 
 
 @cache
@@ -79,8 +86,8 @@ def cached_tokens(outputs):
 
 
 def test_a_hit_restores_states_and_changes_nothing(llm):
-    first = llm.generate(PROMPTS, greedy(80))
-    again = llm.generate(PROMPTS, greedy(80))
+    first = in_parts(llm, PROMPTS, greedy(80))
+    again = in_parts(llm, PROMPTS, greedy(80))
     for outputs in (first, again):
         assert tokens_of(outputs) == EXPECTED
         for output, case in zip(outputs, CASES, strict=True):  # the drafter's context is restored, too
@@ -90,15 +97,15 @@ def test_a_hit_restores_states_and_changes_nothing(llm):
     stats = llm.engine.stats
     assert stats.num_snapshot_hits == 3  # two prompts are shorter than a page
     assert stats.num_snapshots_taken > stats.num_snapshots > 0  # longer ones have replaced shorter ones
-    salted = llm.generate([p | {"cache_salt": "tenant"} for p in PROMPTS], greedy(80))
+    salted = in_parts(llm, [p | {"cache_salt": "tenant"} for p in PROMPTS], greedy(80))
     assert (tokens_of(salted), cached_tokens(salted)) == (EXPECTED, [0] * len(CASES))
     assert_empty(llm.engine)
 
 
 def test_the_next_turn_begins_where_the_answer_ended(llm):
     turns = [[*case["input_ids"], *case["output_ids"], 3, 1, 4] for case in CASES]
-    llm.generate(PROMPTS, greedy(80))
-    outputs = llm.generate([prompt(*turn) for turn in turns], greedy(20))
+    in_parts(llm, PROMPTS, greedy(80))
+    outputs = in_parts(llm, [prompt(*turn) for turn in turns], greedy(20))
     for turn, output, case in zip(turns, outputs, CASES, strict=True):
         assert_follows(turn, output.outputs[0].token_ids)
         processed = len(case["input_ids"]) + 79  # all but the last emitted token
@@ -117,8 +124,8 @@ def test_prompts_that_branch_share_what_they_have_in_common(llm):
 
 @pytest.mark.parametrize("tokens", [7, pytest.param(64, marks=pytest.mark.long)])
 def test_one_by_one_in_chunks(tokens):
-    llm = golden_llm(PAIR, max_num_seqs=1, max_num_batched_tokens=tokens)
-    assert tokens_of(llm.generate(PROMPTS, greedy(80))) == EXPECTED
+    llm = golden_llm(PAIR, page_size=16, max_num_seqs=16, max_num_batched_tokens=tokens)
+    assert tokens_of(in_parts(llm, PROMPTS, greedy(80), most=1)) == EXPECTED
 
 
 @pytest.mark.long
@@ -140,7 +147,7 @@ def test_over_devices(devices):
     """Two key heads divide over 2 devices; over 4 the recurrence is replicated, and the rest is split."""
     llm = golden_llm(PAIR, tensor_parallel_size=devices, max_num_seqs=2, page_size=16)
     for _ in range(2):  # the second restores snapshots
-        assert tokens_of(llm.generate(PROMPTS[2:], greedy(80))) == EXPECTED[2:]
+        assert tokens_of(in_parts(llm, PROMPTS[2:], greedy(80), most=1)) == EXPECTED[2:]
     kept = llm.engine.runner.caches.states.kept[0].state
     assert {shard.data.shape[1] for shard in kept.addressable_shards} == {4 // devices if devices == 2 else 4}
 
@@ -159,12 +166,12 @@ def test_rounds_of_any_length_follow_each_other(monkeypatch):
     llm = golden_llm(PAIR, num_speculative_tokens=None, page_size=16, max_num_seqs=16)
     order = iter([8, 1, 8, 8, 2, 1, 1, 8, 4, 1] * 100)
     choose_lengths(monkeypatch, llm.engine, lambda _: next(order))
-    assert tokens_of(llm.generate(PROMPTS[3:], greedy(80))) == EXPECTED[3:]  # of more, each size of batch is compiled
+    assert tokens_of(in_parts(llm, PROMPTS[3:], greedy(80), most=1)) == EXPECTED[3:]
 
 
 def test_drafted_and_plain_requests_in_one_batch(llm):
     params = [greedy(80, speculation=index % 2 == 0) for index in range(len(PROMPTS))]
-    assert tokens_of(llm.generate(PROMPTS, params)) == EXPECTED
+    assert tokens_of(in_parts(llm, PROMPTS, params)) == EXPECTED
 
 
 def test_tails_of_chunks_and_rounds_of_every_length_side_by_side(monkeypatch):
@@ -270,11 +277,10 @@ def states_of(llm, slot):
     return [np.asarray(recurrent.kept[place.pool].state[place.first_row + slot]) for place in recurrent.places if place]
 
 
-def test_folded_states_are_those_of_plain_decoding(llm):
+def test_folded_states_are_those_of_plain_decoding(llm, plain_llm):
     """Products of other shapes round their inputs otherwise; the recurrence adds nothing to that."""
-    plain = golden_llm(PAIR, drafter=False, max_num_seqs=16, page_size=16)
     states = []
-    for engine in (llm, plain):
+    for engine in (llm, plain_llm):
         engine.generate(PROMPTS[3:4], greedy(40))
         pool = engine.engine.scheduler.pools[2]
         hashes = extend(CASES[3]["input_ids"] + CASES[3]["output_ids"][:35])
@@ -306,10 +312,9 @@ def test_a_long_conversation_computes_only_what_is_new(long_pair):
         tokens += answers[0].outputs[0].token_ids
 
 
-def test_seeded_answers_do_not_depend_on_drafts(llm):
+def test_seeded_answers_do_not_depend_on_drafts(llm, plain_llm):
     params = SamplingParams(temperature=1.0, seed=11, max_tokens=60, ignore_eos=True)
-    plain = golden_llm(PAIR, drafter=False, max_num_seqs=16, page_size=16)
-    assert tokens_of(llm.generate(PROMPTS, params)) == tokens_of(plain.generate(PROMPTS, params))
+    assert tokens_of(in_parts(llm, PROMPTS, params)) == tokens_of(in_parts(plain_llm, PROMPTS, params))
 
 
 def test_prompt_logprobs_go_through_the_whole_model(llm):
