@@ -79,6 +79,8 @@ DRAFT = TARGET | {
     "num_target_layers": 5,
     "dflash_config": {"target_layer_ids": [1, 3], "mask_token_id": 60},
 }
+TWO_LAYERS = TARGET | {"num_hidden_layers": 2}  # for tests that compile it, and look at no layer in particular
+OF_TWO_LAYERS = DRAFT | {"num_target_layers": 2, "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 60}}
 
 
 def random_tensors(config: TargetConfig | DraftConfig, seed: int, scale: float = 0.25) -> dict[str, np.ndarray]:

@@ -32,13 +32,14 @@ from tests.pairs import (
 def llm(tmp_path_factory):
     """A random pair over bytes."""
     folder = tmp_path_factory.mktemp("pair")
-    sizes = {"vocab_size": BYTE_VOCABULARY, "eos_token_id": EOS}
+    sizes = {"vocab_size": BYTE_VOCABULARY, "eos_token_id": EOS, "num_hidden_layers": 2, "num_target_layers": 2}
     target = write_byte_tokenizer(write_model(folder / "target", TARGET | sizes, 0))
     (target / "generation_config.json").write_text(
         json.dumps({"temperature": 0.6, "top_k": 20, "eos_token_id": [EOS, 7]})
     )
-    raw = DRAFT | sizes | {"dflash_config": {"target_layer_ids": [1, 3], "mask_token_id": MASK}}
-    return LLM(target, write_model(folder / "draft", raw, 1), max_model_len=128, num_speculative_tokens=5)
+    raw = DRAFT | sizes | {"dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": MASK}}
+    options = {"max_model_len": 128, "num_speculative_tokens": 5, "max_num_seqs": 2}
+    return LLM(target, write_model(folder / "draft", raw, 1), **options)
 
 
 @pytest.fixture(scope="module")

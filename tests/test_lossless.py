@@ -15,8 +15,9 @@ from dflash_jax.engine.programs.store import programs
 from tests.pairs import DRAFT, GOLDEN, TARGET, golden_cases, golden_llm, greedy, prompt, tokens_of, write_model
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+SIZES = {"num_hidden_layers": 3, "num_target_layers": 3}  # as many layers as the taps of a drafter below
 FLAVOURS = {  # of random drafters
-    "one_layer": {"num_hidden_layers": 1, "dflash_config": {"target_layer_ids": [0, 2, 4]}},
+    "one_layer": {"num_hidden_layers": 1, "dflash_config": {"target_layer_ids": [0, 1, 2]}},
     "all_sliding": {"layer_types": [SLIDING] * 2, "sliding_window": 4},
     "symmetric_window": {"layer_types": [SLIDING, FULL], "sliding_window": 5, "is_causal": False},
     "causal_multi_query": {"is_causal": True, "num_key_value_heads": 1, "block_size": 2},
@@ -24,8 +25,9 @@ FLAVOURS = {  # of random drafters
 }
 
 
-def random_pair(folder, seed=1, target=TARGET, **changes):
-    raw = DRAFT | {"dflash_config": DRAFT["dflash_config"] | changes.pop("dflash_config", {})} | changes
+def random_pair(folder, seed=1, target=TARGET | SIZES, **changes):
+    dflash = DRAFT["dflash_config"] | {"target_layer_ids": [0, 1]} | changes.pop("dflash_config", {})
+    raw = DRAFT | {"dflash_config": dflash} | changes
     raw |= {name: target[name] for name in ("vocab_size", "num_target_layers") if name in target}
     return write_model(folder / "target", target, 0), write_model(folder / "draft", raw, seed)
 
@@ -38,7 +40,7 @@ def prompts_of(number, vocab_size, seed=5):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """A random target, prompts, and what it answers alone."""
-    target = write_model(tmp_path_factory.mktemp("plain") / "target", TARGET, 0)
+    target = write_model(tmp_path_factory.mktemp("plain") / "target", TARGET | SIZES, 0)
     prompts = prompts_of(4, TARGET["vocab_size"])
     return target, prompts, tokens_of(LLM(target, max_num_seqs=2).generate(prompts, greedy(30)))
 
@@ -72,7 +74,7 @@ def test_adversarial_drafters(tmp_path, value):
     name = "qwen3_swa_tied"
     draft = adversarial(GOLDEN / name / "draft", tmp_path / "draft", value)
     cases = golden_cases(name)
-    llm = LLM(GOLDEN / name / "target", draft, dtype="float32", max_num_seqs=1)
+    llm = LLM(GOLDEN / name / "target", draft, dtype="float32", max_num_seqs=1, num_speculative_tokens=15)
     outputs = llm.generate([prompt(*case["input_ids"]) for case in cases], greedy(80))
     assert tokens_of(outputs) == [case["output_ids"] for case in cases]
     assert np.mean(outputs[0].metrics.acceptance_lengths) < 2  # the trained drafter reaches 15.8 here
@@ -115,7 +117,9 @@ def test_joint_distribution_of_two_tokens(tmp_path, drafted):
     """
     vocabulary, samples, slots = 5, 2000, 32
     target = TARGET | {"vocab_size": vocabulary, "max_position_embeddings": 64}
-    folders = random_pair(tmp_path, target=target, dflash_config={"mask_token_id": 4}, block_size=3)
+    target |= {"num_hidden_layers": 2, "num_target_layers": 2}
+    changes = {"dflash_config": {"mask_token_id": 4}, "num_hidden_layers": 1, "block_size": 3}
+    folders = random_pair(tmp_path, target=target, **changes)
     drafter = {"draft_model": folders[1], "num_speculative_tokens": 2} if drafted else {}
     llm = LLM(folders[0], **drafter, max_num_seqs=slots)
     start = [1, 3, 0]
@@ -148,7 +152,7 @@ def test_joint_distribution_of_two_tokens(tmp_path, drafted):
     assert chisquare(counts.ravel(), joint.ravel() / joint.sum() * samples).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("drafts", [1, 4, 15])
+@pytest.mark.parametrize("drafts", [1, 15, pytest.param(4, marks=pytest.mark.long)])
 def test_any_number_of_speculative_tokens(drafts):
     name = "qwen3_swa_tied"
     cases = golden_cases(name)[:2]

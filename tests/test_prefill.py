@@ -10,7 +10,7 @@ import pytest
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.models.target import TargetModel
 from dflash_jax.spec import target_config
-from tests.pairs import TARGET, empty_cache, prompt, write_model
+from tests.pairs import TARGET, TWO_LAYERS, empty_cache, prompt, write_model
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 60, (1, 9)))
 PADDED = jnp.array([[3, 4, 5, 6, 7, 8, -1, -1, -1]])  # of a prompt whose first three tokens came before
@@ -42,7 +42,7 @@ def test_a_prefill_gives_what_the_whole_model_gives(layers, taps):
 
 @pytest.mark.parametrize("chunk", [64, 7])
 def test_logprobs_of_a_prompt_are_the_whole_model_s(tmp_path, chunk):
-    folder = write_model(tmp_path, TARGET, seed=0)
+    folder = write_model(tmp_path, TWO_LAYERS, seed=0)
     llm = LLM(folder, dtype="float32", max_num_batched_tokens=chunk, max_num_seqs=4)
     ids = TOKENS[0].tolist() * 3
     output = llm.generate(prompt(*ids), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))[0]

@@ -21,8 +21,8 @@ from dflash_jax.weights.loader import load_params
 from pallas_kernels import _compat
 from tests.kernels.cases import cuda_lowering
 from tests.pairs import (
-    DRAFT,
-    TARGET,
+    OF_TWO_LAYERS,
+    TWO_LAYERS,
     empty_cache,
     golden_cases,
     golden_llm,
@@ -156,8 +156,8 @@ def configs_of(engine):
 
 
 def small_pair(folder, target=(), draft=()):
-    return write_model(folder / "target", TARGET | dict(target), 0), write_model(
-        folder / "draft", DRAFT | dict(draft), 1
+    return write_model(folder / "target", TWO_LAYERS | dict(target), 0), write_model(
+        folder / "draft", OF_TWO_LAYERS | dict(draft), 1
     )
 
 
@@ -210,7 +210,7 @@ def test_originals_are_gone_when_memory_is_planned(tmp_path, monkeypatch):
 
 
 def test_other_weights_are_quantised_too(tmp_path):
-    folders, other = small_pair(tmp_path), write_model(tmp_path / "other", DRAFT, 2)
+    folders, other = small_pair(tmp_path), write_model(tmp_path / "other", OF_TWO_LAYERS, 2)
     options = {"max_num_seqs": 1, "draft_quantization": "fp8"}
     llm, expected = LLM(*folders, **options), LLM(folders[0], other, **options)
     llm.replace_draft(other)
@@ -219,7 +219,7 @@ def test_other_weights_are_quantised_too(tmp_path):
 
 def test_only_a_drafter_of_the_same_configuration_takes_anothers_place(tmp_path):
     folders = small_pair(tmp_path)
-    wider = write_model(tmp_path / "wider", DRAFT | {"intermediate_size": 2 * DRAFT["intermediate_size"]}, 2)
+    wider = write_model(tmp_path / "wider", OF_TWO_LAYERS | {"intermediate_size": 96}, 2)
     llm, bare = LLM(*folders, max_num_seqs=1), LLM(folders[0], max_num_seqs=1)
     before = llm.engine.runner.params[1]
     for engine, draft in ((llm, wider), (bare, folders[1])):
@@ -310,7 +310,7 @@ def test_golden_outputs_stay_and_so_do_their_drafts(name):
 
 def test_outputs_of_a_drafter_with_a_vocabulary_of_its_own(tmp_path):
     target, draft = small_pair(tmp_path, draft=OWN_HEAD)
-    prompts = prompts_of(3, TARGET["vocab_size"])
+    prompts = prompts_of(3, TWO_LAYERS["vocab_size"])
     small = LLM(target, draft, max_num_seqs=2, num_speculative_tokens=5, draft_quantization="fp8")
     expected = LLM(target, max_num_seqs=2).generate(prompts, greedy(30))
     assert tokens_of(small.generate(prompts, greedy(30))) == tokens_of(expected)

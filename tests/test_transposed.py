@@ -11,7 +11,7 @@ from dflash_jax.weights.formats.transposed import Transposed, inputs_first
 from dflash_jax.weights.formats.weight import project
 from dflash_jax.weights.loader import load_params
 from dflash_jax.weights.parameters import PROJECTIONS
-from tests.pairs import DRAFT, TARGET, greedy, prompt, tokens_of, write_model
+from tests.pairs import DRAFT, OF_TWO_LAYERS, TARGET, TWO_LAYERS, greedy, prompt, tokens_of, write_model
 
 
 def by_name(params):
@@ -62,9 +62,10 @@ def test_products_in_bfloat16_round_both_sides_and_no_sum(rows):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="only CPUs hold a drafter so")
 @pytest.mark.parametrize("draft", [{}, {"draft_vocab_size": 50}], ids=["the target's head", "a head of its own"])
 def test_products_of_a_drafter_are_in_bfloat16_unless_told(tmp_path, draft):
-    target = write_model(tmp_path / "target", TARGET, 0)
-    folders = target, write_model(tmp_path / "draft", DRAFT | draft, 1)
-    narrow, wide = (LLM(*folders, max_num_seqs=1, dtype=dtype) for dtype in ("auto", "float32"))
+    target = write_model(tmp_path / "target", TWO_LAYERS, 0)
+    folders = target, write_model(tmp_path / "draft", OF_TWO_LAYERS | draft, 1)
+    options = {"max_num_seqs": 1, "num_speculative_tokens": 5}
+    narrow, wide = (LLM(*folders, **options, dtype=dtype) for dtype in ("auto", "float32"))
     of_target, of_draft = map(by_name, narrow.engine.runner.params)
     assert {leaf.dtype for leaf in jax.tree.leaves(of_target)} == {jnp.dtype("float32")}
     for name, leaf in of_draft.items():

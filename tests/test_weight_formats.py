@@ -24,7 +24,7 @@ from dflash_jax.weights.formats.weight import project, weight_of
 from dflash_jax.weights.loader import load_params
 from dflash_jax.weights.parameters import PROJECTIONS
 from pallas_kernels import _compat, gated, largest
-from tests.pairs import DRAFT, TARGET, greedy, tokens_of, write_model
+from tests.pairs import OF_TWO_LAYERS, TWO_LAYERS, greedy, tokens_of, write_model
 from tests.test_lossless import prompts_of
 
 GROUP = 8  # inputs that share a scale
@@ -91,7 +91,10 @@ class Grouped:
 @pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.skipif(jax.device_count() < 4, reason="4"))])
 def test_a_made_up_format_serves_a_target(tmp_path, monkeypatch, devices):
     sizes = {"num_key_value_heads": 4, "vocab_size": 64}
-    folders = write_model(tmp_path / "target", TARGET | sizes, 0), write_model(tmp_path / "draft", DRAFT | sizes, 1)
+    folders = (
+        write_model(tmp_path / "target", TWO_LAYERS | sizes, 0),
+        write_model(tmp_path / "draft", OF_TWO_LAYERS | sizes, 1),
+    )
 
     def load(convert):
         def load_converted(folder, config, dtype, place, *, transpose, quantize):
