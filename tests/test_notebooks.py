@@ -1,4 +1,4 @@
-"""The notebooks run top to bottom with the embedded pair, and are kept without what a run put into them."""
+"""The notebooks run top to bottom, and are kept without what a run put into them."""
 
 import re
 from pathlib import Path
@@ -11,9 +11,11 @@ from tests.pairs import RECITER
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 CELL_SECONDS = 600  # a cell that takes longer hangs
-MODELS = [f'"{RECITER / name}"' for name in ("target", "draft")]  # with few layers to compile
+MODELS = [f'"{RECITER / name}"' for name in ("target", "draft")]  # with fewer layers than the embedded pair to compile
 SMALLER = {  # what a test changes: every cell runs, on fewer tokens and with fewer and smaller programs
     "1_first_generation": {
+        "LLM(num": f"LLM({', '.join(MODELS)}, num",
+        "LLM()": f"LLM({', '.join(MODELS)})",
         "max_tokens=128": "max_tokens=32",
         '"max_tokens": 128': '"max_tokens": 32',
         "in prompts]": "in prompts[:2]]",
