@@ -7,7 +7,7 @@ import pytest
 
 from dflash_jax.engine.device import acceptance
 from dflash_jax.engine.programs.store import programs
-from tests.pairs import golden_cases, golden_llm, greedy, prompt
+from tests.pairs import golden_cases, golden_llm, greedy, in_parts, prompt
 from tests.test_golden import assert_matches_reference
 
 B, T, V = 5, 8, 32
@@ -67,7 +67,7 @@ def test_outputs_and_acceptance_stay_those_of_the_reference(devices):
         pytest.skip(f"needs {devices} devices")
     cases = golden_cases("qwen3_swa_tied")
     llm = golden_llm("qwen3_swa_tied", tensor_parallel_size=devices)
-    outputs = llm.generate([prompt(*case["input_ids"]) for case in cases], greedy(80))
+    outputs = in_parts(llm, [prompt(*case["input_ids"]) for case in cases], greedy(80), most=1)
     assert_matches_reference(outputs, cases)
     lengths = [n for output in outputs for n in output.metrics.acceptance_lengths]
     assert min(lengths) <= 8 < max(lengths)  # first halves alone, and both
