@@ -52,7 +52,7 @@ def test_nothing_is_compiled_in_service(tmp_path, devices):
         compile_at_start=True,
     )
     rng = random.Random(0)
-    number = 300 if devices == 1 else 60
+    number = 150 if devices == 1 else 60
     params = [mixed_params(rng) for _ in range(number)]
     prompts = [prompt(*rng.choices(range(60), k=rng.choice([1, 3, 9, 30, 70, 130]))) for _ in range(number)]
     outputs = llm.generate(prompts, params)

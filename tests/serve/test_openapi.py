@@ -40,7 +40,7 @@ def check_operation(operation, mode):
 
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode), keep=st.none() | st.integers(0, 1000))
     @hypothesis.settings(
-        max_examples=25 if operation.body else 2,
+        max_examples=16 if operation.body else 2,
         deadline=None,
         derandomize=True,
         database=None,
