@@ -172,9 +172,11 @@ BUGS = [
 RARELY = {  # each compiles a pair anew; of every kind of bug another one is always put in
     context_and_block_share_positions,
     crop_at_the_wrong_end,
+    later_prefill_chunks_leave_no_context,
     sliding_layers_not_causal,
     full_layers_causal_in_the_block,
     taps_in_another_order,
+    anchor_slot_holds_the_mask,
     rope_of_another_theta,
 }
 
