@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.lib.halves import Halves
-from pallas_kernels.lib.int4_kv import numbers_of, scale_and_middle
+from pallas_kernels.lib.int4_kv import numbers_of, refitted, scale_and_middle, sums_of
 
 
 class Packed(NamedTuple):
@@ -30,8 +30,10 @@ def packed(x: Halves, scale: Any, *, is_key: bool) -> Packed:
     halves = [half.astype(jnp.float32) / scale for half in x]
     low, high = rotated(halves) if is_key else halves
     step, middle = scale_and_middle(jnp.minimum(low, high).min(-1), jnp.maximum(low, high).max(-1))
-    low, high = (numbers_of(half, step, middle) for half in (low, high))
-    return Packed(low | (high << 4), step, middle)
+    numbers = [numbers_of(half, step, middle) for half in (low, high)]
+    sums = [sums_of(half, n, step, middle) for half, n in zip((low, high), numbers, strict=True)]
+    step, middle = refitted(step, middle, [(a + b).sum() for a, b in zip(*sums, strict=True)], 2 * low.shape[0])
+    return Packed(numbers[0] | (numbers[1] << 4), step, middle)
 
 
 def rotated(x: Halves) -> Halves:
