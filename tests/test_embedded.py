@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dflash_jax import LLM, SamplingParams, generate
-from dflash_jax.weights.folder import EMBEDDED
+from dflash_jax.weights.folder import EMBEDDED, PAIRS, resolve_folders
 from tests.pairs import greedy, tokens_of
 from tests.serve.live import Live, free_port, start
 
@@ -60,6 +60,18 @@ def test_the_server_without_arguments(tmp_path):
         assert live.process.wait(60) == 0
 
 
-def test_is_small_and_described():
-    assert len((EMBEDDED / "README.md").read_text(encoding="utf-8")) > 200
-    assert sum(path.stat().st_size for path in EMBEDDED.rglob("*") if path.is_file()) <= 20 * 2**20
+def test_the_hybrid_pair_by_its_name():
+    """Its drafts are right about most of what it says; `tests/serve/test_conversations.py` talks to it at length."""
+    folder = PAIRS["embedded-hybrid"]
+    assert resolve_folders("embedded-hybrid", None) == (folder / "target", folder / "draft")
+    llm = LLM("embedded-hybrid", **ENGINE, num_speculative_tokens=15)
+    assert llm.engine.target.config.attention_layers == (3, 7)
+    (output,) = llm.generate([generate.EMBEDDED_PROMPT], greedy(64))
+    assert output.metrics.mean_acceptance_length > 3
+    assert "self" in output.outputs[0].text
+
+
+@pytest.mark.parametrize(("folder", "most"), [(EMBEDDED, 20), *((folder, 8) for folder in PAIRS.values())], ids=str)
+def test_is_small_and_described(folder, most):
+    assert len((folder / "README.md").read_text(encoding="utf-8")) > 200
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= most * 2**20

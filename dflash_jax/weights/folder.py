@@ -16,13 +16,14 @@ WANTED_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
 # Models that scripts/get_<alias>.py makes: folder names, in the cache and, for a drafter that ships, in DRAFTERS.
 ALIASES = {"smollm2": "smollm2-135m-instruct"}
 EMBEDDED = Path(__file__).parents[1] / "embedded"  # the pair that ships with the package
+PAIRS = {"embedded-hybrid": Path(__file__).parents[1] / "embedded_hybrid"}  # that ship with it under a name
 DRAFTERS = Path(__file__).parents[1] / "drafters"
 
 
 def resolve_folders(model: str | Path | None, draft_model: str | Path | None) -> tuple[Path, Path | None]:
     """The folders of target and drafter.
 
-    Without a model they are the embedded pair's; an alias without a drafter gets the one that ships for it, if any.
+    Without a model they are the embedded pair's; a name without a drafter gets the one that ships for it, if any.
 
     Raises:
         CheckpointError: one is neither a folder nor a repository that can be reached.
@@ -35,13 +36,15 @@ def resolve_folders(model: str | Path | None, draft_model: str | Path | None) ->
 
 
 def resolve_folder(model: str | Path) -> Path:
-    """The folder of a model, which is given as a path, as an alias or as a Hugging Face Hub id.
+    """The folder of a model, which is given as a path, by a name of ours or as a Hugging Face Hub id.
 
     Raises:
         CheckpointError: it is neither a folder nor a repository that can be reached, or the alias was not made yet.
     """
     if not isinstance(model, str | Path) or not str(model):
         raise CheckpointError(f"{model!r} is no model; give a model folder or a Hub id such as 'Qwen/Qwen3-8B'.")
+    if isinstance(model, str) and model in PAIRS:
+        return PAIRS[model] / "target"
     if isinstance(model, str) and model in ALIASES:
         return _made_folder(model)
     path = Path(model).expanduser()
@@ -65,7 +68,9 @@ def alias_folder(alias: str) -> Path:
 
 
 def alias_drafter(model: str | Path) -> Path | None:
-    """The folder of the drafter that ships for an alias; None if none ships, or the model is no alias."""
+    """The folder of the drafter that ships for a name of ours; None if none ships, or the model is not named so."""
+    if isinstance(model, str) and model in PAIRS:
+        return PAIRS[model] / "draft"
     if not isinstance(model, str) or model not in ALIASES:
         return None
     folder = DRAFTERS / ALIASES[model]
