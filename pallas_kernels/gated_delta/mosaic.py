@@ -164,7 +164,7 @@ def _place(call: _Call, item: Any, width: int) -> _Place:
 
 
 def _body(call: _Call, items: int, width: int, **s: Any) -> None:
-    """The body of one CTA, which has every so-manieth item of so many columns; ``s`` is its scratch."""
+    """The body of one CTA: it takes every ``ctas``-th item, ``width`` columns each; ``s`` is its scratch."""
     cta, me, ctas = lax.axis_index("cta"), lax.axis_index("warpgroup"), min(_compat.sm_count(), items)
     count = pl.cdiv(items - cta, ctas)
 

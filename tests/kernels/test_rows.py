@@ -118,7 +118,7 @@ def test_all_sequences_come_in_order_of_length():
 
 @pytest.mark.parametrize(("items", "ctas"), [(512, 132), (128, 128), (28, 5), (265, 132), (7, 7)])
 def test_every_item_is_of_one_cta(items, ctas):
-    shape = Shape(Config(1, 2, 2, 0), 64, 8, 1, 4, 16, items, ctas)
+    shape = Shape(Config(1, 2, 2, 0), 64, 8, 128, 1, 4, 16, items, ctas)
     mine = [[n * ctas + int(shape.turn(cta, n)) for n in range(int(shape.count(cta)))] for cta in range(ctas)]
     assert sorted(itertools.chain(*mine)) == list(range(items))
 
