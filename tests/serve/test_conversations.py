@@ -88,7 +88,7 @@ def words(message: dict) -> str:
 
 
 def test_a_turn_computes_what_is_new_and_answers_as_if_it_had_computed_all(pair, tmp_path: Path):
-    with serving(tmp_path, *FLAGS, model=pair) as live:
+    with serving(tmp_path, *FLAGS, "--max-model-len=4096", model=pair) as live:
 
         def check(turn, messages, message):
             assert len(set(words(message))) > 5
