@@ -244,9 +244,9 @@ def chunked(
         q_c, k_c, v_c, g_c, beta_c = chunk
         total = jnp.cumsum(g_c, axis=-1)
         decay = jnp.exp(jnp.where(lower, total[..., :, None] - total[..., None, :], -jnp.inf))
-        system = jnp.tril(beta_c[..., None] * _product("bhik,bhjk->bhij", k_c, k_c) * decay, -1) + jnp.eye(CHUNK)
+        system = jnp.tril(beta_c[..., None] * _product("bhik,bhjk->bhij", k_c, k_c) * decay, -1)
         wanted = v_c - jnp.exp(total)[..., None] * _product("bhik,bhkv->bhiv", k_c, S)
-        d = jax.scipy.linalg.solve_triangular(system, beta_c[..., None] * wanted, lower=True, unit_diagonal=True)
+        d = _product("bhij,bhjv->bhiv", _inverse(system), beta_c[..., None] * wanted)
         outputs = jnp.exp(total)[..., None] * _product("bhik,bhkv->bhiv", q_c, S)
         outputs += _product("bhij,bhjv->bhiv", _product("bhik,bhjk->bhij", q_c, k_c) * decay, d)
         written = jnp.exp(total[..., -1:] - total)[..., None] * k_c
@@ -255,6 +255,27 @@ def chunked(
     state, outputs = jax.lax.scan(step, state, chunks)
     outputs = jnp.moveaxis(outputs, (0, 2), (1, 3)).reshape(B, T + padding, HV, -1)
     return outputs[:, :T], state
+
+
+def _inverse(system: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
+    """Invert I + system, which is strictly lower triangular, C a power of two.
+
+    Neighbours among the diagonal blocks are put together, from single rows on: of blocks A and B with X below A, the
+    inverse has -B^-1 X A^-1 there. XLA's triangular solve would do on GPUs. On CPUs it hands its batch to the threads
+    that run the program and waits for them: two programs at a time on two cores wait for each other for ever.
+    """
+    *batch, C, _ = system.shape
+    inverse = (jnp.diagonal(system, axis1=-2, axis2=-1) + 1)[..., None, None]
+    size = 1
+    while size < C:
+        shape = (*batch, C // (2 * size), 2 * size, C // (2 * size), 2 * size)
+        blocks = jnp.moveaxis(jnp.diagonal(system.reshape(shape), axis1=-4, axis2=-2), -1, -3)
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -_product("...ij,...jk,...kl->...il", second, blocks[..., size:, :size], first)
+        above = jnp.pad(first, [(0, 0)] * (first.ndim - 1) + [(0, size)])
+        inverse = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        size *= 2
+    return inverse[..., 0, :, :]
 
 
 def _folded(kept: Kept, weights: Weights, rows: Int[Array, " B"], count: Int[Array, " B"]) -> tuple[Array, Array]:
@@ -279,6 +300,6 @@ def _normed(x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:
     return x * jax.lax.rsqrt(jnp.square(x).sum(axis=-1, keepdims=True) + L2_EPS)
 
 
-def _product(spec: str, left: Array, right: Array) -> Array:
-    """Multiply in float32 on every device: TF32 and bfloat16 products make the triangular solve diverge."""
-    return jnp.einsum(spec, left, right, precision=jax.lax.Precision.HIGHEST)
+def _product(spec: str, *factors: Array) -> Array:
+    """Multiply in float32 on every device: TF32 and bfloat16 products make the inverse diverge."""
+    return jnp.einsum(spec, *factors, precision=jax.lax.Precision.HIGHEST)

@@ -244,6 +244,14 @@ def test_a_strong_decay_overflows_nothing():
     np.testing.assert_allclose(kept.state[2], states[-1], atol=1e-5)
 
 
+def test_programs_on_cpus_wait_for_no_threads():
+    """A custom call of LAPACK shares its batch out among the threads that programs run in, and waits for them."""
+    inputs, gates = prompts(1, 130)
+    call = (garbage(), weights(), ints(2), jnp.array([True]), inputs, gates, ints(130))
+    text = jax.jit(reference.prefill).trace(*call).lower(lowering_platforms=("cpu",)).as_text()
+    assert "custom_call" not in text
+
+
 def test_prefill_from_zeros_has_gradients():
     inputs, gates = prompts(2, 70)
     length = ints(70, 5)
