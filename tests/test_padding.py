@@ -67,7 +67,9 @@ def pair(folder, **changes):
     [
         (1, False),
         pytest.param(1, True, marks=pytest.mark.long),
-        pytest.param(4, False, marks=[pytest.mark.long, pytest.mark.skipif(jax.device_count() < 4, reason="4")]),
+        pytest.param(
+            4, False, marks=[pytest.mark.long, pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")]
+        ),
     ],
 )
 def test_padding_is_never_emitted_drafted_or_reported(tmp_path, monkeypatch, devices, tied):

@@ -1,9 +1,9 @@
 """Gated DeltaNet over whole sequences, for training: what chunks do not need of each other, for all of them at once.
 
-The chunked form of `pallas_kernels.gated_delta.reference` runs chunk after chunk, each in a dozen small products and a
-triangular solve: exact, and slow on a GPU, where every step of a loop launches them all again. Here a chunk becomes an
-affine map of the state, S -> M S + N, and only these maps wait for each other. With G the running sum of g
-in a chunk, D[i, j] = exp(G_i - G_j) for i >= j, and T = (I + strict(beta K K^T D))^-1,
+The chunked form of `pallas_kernels.gated_delta.reference` runs chunk after chunk, each in a dozen small products and an
+inverse put together from single rows: exact, and slow on a GPU, where every step of a loop launches them all again.
+Here a chunk becomes an affine map of the state, S -> M S + N, and only these maps wait for each other. With G the
+running sum of g in a chunk, D[i, j] = exp(G_i - G_j) for i >= j, and T = (I + strict(beta K K^T D))^-1,
 
     U = T beta V;   W = T beta exp(G) K;   M = exp(G_last) I - K'^T W;   N = K'^T U;   K'_j = exp(G_last - G_j) K_j
     O = exp(G) Q S + (Q K^T D)(U - W S)

@@ -183,7 +183,7 @@ def test_a_context_is_a_write_for_each_layer(implementation, interpret):
             step = np.asarray(expected.scale, np.float64)[..., None]
             apart = np.abs(elements(stored) - elements(expected)) / np.where(step > 0, step, 1)
             assert apart.max() < 1.01
-            assert (apart > 0.01).mean() < 0.03  # 0.011 on an H100
+            assert (apart > 0.01).mean() < 0.01
         return
     for array, expected in zip(jax.tree.leaves(found), jax.tree.leaves((k_pages, v_pages)), strict=True):
         same_bits(array, np.asarray(expected))
