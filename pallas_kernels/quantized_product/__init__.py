@@ -13,16 +13,18 @@ from pallas_kernels.registry import AMPERE_ON, FP8_GPUS, HOPPER
 
 __all__ = ["FP8_PRODUCT", "INT4_PRODUCT", "operation_of", "quantized_product", "split_quantized_product"]
 
-Implementation = Literal["mosaic", "triton", "reference"]
+Implementation = Literal["mosaic", "mosaic_wide", "triton", "reference"]
 
 
 def _operation(name: str, gpus: registry.Capability) -> registry.Operation:
     mosaic = "pallas_kernels.quantized_product.mosaic:quantized_product"
+    wide = "pallas_kernels.quantized_product.wide:quantized_product"
     triton = "pallas_kernels.quantized_product.triton:quantized_product"
     return registry.Operation(  # a call is (x, values, scales, zeros, dtype of the result)
         name,
         (
             registry.Implementation("mosaic", mosaic, HOPPER, refusal="refusal"),
+            registry.Implementation("mosaic_wide", wide, HOPPER, refusal="refusal"),
             registry.Implementation("triton", triton, gpus, refusal="refusal", interprets=True),
             registry.Implementation("reference", "pallas_kernels.quantized_product.reference:quantized_product"),
         ),
@@ -53,10 +55,10 @@ def quantized_product(
       scales: bf16, f16 or f32.
       zeros: zero points of 4-bit numbers, 0 to 16; None is 8.
       dtype: of the result; None is x's.
-      implementation: ``"mosaic"``, on Hopper for up to 64 tokens and groups of 128 inputs, ``"triton"``, for groups of
-        a multiple of 32 inputs, or ``"reference"``, which leaves it to XLA; None picks the first that can, Triton on
-        NVIDIA GPUs from sm_80, with e4m3 from sm_89. Only the reference can be split by XLA over several devices; the
-        kernels need a ``shard_map`` around them there.
+      implementation: on Hopper for groups of 128 inputs ``"mosaic"``, up to 64 tokens, and ``"mosaic_wide"``, beyond;
+        ``"triton"``, for groups of a multiple of 32 inputs; or ``"reference"``, which leaves it to XLA. None picks the
+        first that can, Triton on NVIDIA GPUs from sm_80, with e4m3 from sm_89. Only the reference can be split by XLA
+        over several devices; the kernels need a ``shard_map`` around them there.
       interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
 
     Raises:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,16 +28,14 @@ from pallas_kernels.lib.measured import tokens_of
 from pallas_kernels.lib.shared_memory import tiled
 from pallas_kernels.quantized_product import registers
 from pallas_kernels.quantized_product.layout import LONGEST, PLACES
-from pallas_kernels.quantized_product.reference import MIDDLE
 
 ROWS = 64  # of the weight that a consumer has: those of a wgmma
 MAX_TOKENS = 64
 ALIGNED = 8  # tokens of a tile of shared memory
 THREADS = 128  # of a warpgroup
 _REGISTERS, _MOST_REGISTERS, _PRODUCER_REGISTERS = 1 << 16, 248, 40  # of a multiprocessor, and of a thread
-_SHARED_MEMORY = 225 * 1024  # bytes of a CTA: 227 KiB less 2 KiB for barriers and alignment
+SHARED_MEMORY = 225 * 1024  # bytes of a CTA: 227 KiB less 2 KiB for barriers and alignment
 MIN_STAGES, MAX_STAGES = 3, 4  # of a ring; more in flight measured slower
-HALF = LONGEST // 2  # inputs of a product: 128 bytes of a token, the width of a tile of shared memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,16 +82,6 @@ class Plan:
         return LONGEST * self.config.groups
 
     @property
-    def registers(self) -> int:
-        """Registers of a consumer's threads: what the producer gives back is theirs.
-
-        More than the CTA was launched with would never be granted; without the request, ptxas spills them.
-        """
-        warpgroups = self.config.consumers + 1
-        launched = min(_MOST_REGISTERS, _REGISTERS // (THREADS * warpgroups)) // 8 * 8
-        return min(_MOST_REGISTERS, (launched * warpgroups - _PRODUCER_REGISTERS) // self.config.consumers) // 8 * 8
-
-    @property
     def run(self) -> int:
         """Steps of each CTA; the last one may have fewer."""
         return pl.cdiv(self.tiles * self.steps, _compat.sm_count())
@@ -112,17 +99,33 @@ class Plan:
         return pl.cdiv(self.steps - 1, self.run) + 1
 
 
+def registers_of(consumers: int) -> tuple[int, int]:
+    """Registers of a thread of the producer and of a consumer, who gets what the producer gives back.
+
+    More than the CTA was launched with would never be granted; without the request, ptxas spills them.
+    """
+    warpgroups = consumers + 1
+    launched = min(_MOST_REGISTERS, _REGISTERS // (THREADS * warpgroups)) // 8 * 8
+    most = min(_MOST_REGISTERS, (launched * warpgroups - _PRODUCER_REGISTERS) // consumers) // 8 * 8
+    return _PRODUCER_REGISTERS, most
+
+
 def refusal(x: Any, values: Any, scales: Any, zeros: Any, dtype: Any) -> str | None:
-    """Why the Mosaic backend cannot do this call, or None; any dtype of the result will do."""
+    """Why this kernel cannot do this call, or None; any dtype of the result will do."""
     del zeros, dtype
+    if (tokens := tokens_of(x)) > MAX_TOKENS:
+        return f"The Mosaic product with few bits takes up to {MAX_TOKENS} tokens; these are {tokens}."
+    return unfit(x, values, scales)
+
+
+def unfit(x: Any, values: Any, scales: Any) -> str | None:
+    """Why the Mosaic backend cannot multiply such operands, or None."""
     if x.dtype != jnp.bfloat16:
         return f"The Mosaic product with few bits takes bf16; this is {x.dtype}."
     if (group := x.shape[-1] // scales.shape[1]) != LONGEST:
         return f"The Mosaic product with few bits needs groups of {LONGEST} inputs; these have {group}."
     if len(values) % ROWS:
         return f"The Mosaic product with few bits needs a multiple of {ROWS} rows; these are {len(values)}."
-    if (tokens := tokens_of(x)) > MAX_TOKENS:
-        return f"The Mosaic product with few bits takes up to {MAX_TOKENS} tokens; these are {tokens}."
     return None
 
 
@@ -137,7 +140,7 @@ def default_config(x: Any, values: Any, scales: Any) -> Config:
     for groups in (2, 1):
         width = LONGEST * groups
         size = consumers * ROWS * width // (2 if is_packed else 1) + 2 * tokens * width
-        config = Config(consumers, groups, min(MAX_STAGES, _SHARED_MEMORY // size))
+        config = Config(consumers, groups, min(MAX_STAGES, SHARED_MEMORY // size))
         if scales.shape[1] % groups == 0 and config.stages >= MIN_STAGES:
             break
     return config
@@ -209,23 +212,24 @@ def _body(x: Any, values: Any, scales: Any, *rest: Any, plan: Plan, **s: Any) ->
     """The body of one CTA; ``s`` is its scratch."""
     *zeros, out = rest
     cta, me, consumers = lax.axis_index("cta"), lax.axis_index("warpgroup"), plan.config.consumers
+    producer_registers, consumer_registers = registers_of(consumers)
     first = cta * plan.run
     last = jnp.minimum(first + plan.run, plan.tiles * plan.steps)
 
     @pl.when(me == consumers)
     def _() -> None:
-        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+        plgpu.set_max_registers(producer_registers, action="decrease")
         _produce(x, values, first, last, plan, s)
 
     @pl.when(me < consumers)
     def _() -> None:
-        plgpu.set_max_registers(plan.registers, action="increase")
+        plgpu.set_max_registers(consumer_registers, action="increase")
 
         def part(tile: Any, nothing: None) -> None:
             start, end = jnp.maximum(first, tile * plan.steps), jnp.minimum(last, (tile + 1) * plan.steps)
             row = tile * plan.rows + me * ROWS
             sums = _consume(scales, zeros, row, (first, start, end), me, plan, s)
-            registers.store_transposed(sums, out, cta - lax.div(tile * plan.steps, plan.run), row)
+            registers.store_transposed(sums, out, cta - lax.div(tile * plan.steps, plan.run), 0, row)
             if plan.parts > 1:
                 _store_zeros(out, cta, tile, row, end, plan)
 
@@ -240,7 +244,7 @@ def _store_zeros(out: Any, cta: Any, tile: Any, row: Any, end: Any, plan: Plan) 
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, plan.tokens), jnp.float32), plgpu.Layout.WGMMA)
 
         def store(part: Any, nothing: None) -> None:
-            registers.store_transposed(zeros, out, part, row)
+            registers.store_transposed(zeros, out, part, 0, row)
 
         lax.fori_loop(cta - lax.div(tile * plan.steps, plan.run) + 1, plan.parts, store, None)
 
@@ -312,8 +316,7 @@ def _products(weight: Any, x: Any, zeros: list[jax.Array], plan: Plan) -> list[j
     groups = range(plan.config.groups)
 
     def run(*sums: Any) -> list[jax.Array]:
-        widened = _widened_4_bits(weight, zeros, plan) if plan.is_packed else _widened_8_bits(weight, plan)
-        for at, (group, inputs, numbers) in enumerate(widened):
+        for at, (group, inputs, numbers) in enumerate(registers.widened(weight, zeros, plan.config.groups)):
             plgpu.wgmma(sums[group], numbers, _compat.smem_transpose(x.at[:, inputs]))
             if at > 0:
                 plgpu.wgmma_wait(1)
@@ -322,28 +325,3 @@ def _products(weight: Any, x: Any, zeros: list[jax.Array], plan: Plan) -> list[j
     shape = (ROWS, plan.tokens)
     products: list[jax.Array] = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for _ in groups))
     return products
-
-
-def _widened_4_bits(weight: Any, zeros: list[jax.Array], plan: Plan) -> Iterator[tuple[int, Any, jax.Array]]:
-    """Groups, inputs within the step and numbers [64, 64] in bfloat16, less their zero points.
-
-    A product takes the numbers in two places of the words of a group, since those are 64 inputs: 128 bytes of a token,
-    the width of a tile of shared memory.
-    """
-    words = _compat.smem_load(weight, plgpu.Layout.WGMMA)
-    for group, half in itertools.product(range(plan.config.groups), range(2)):
-        numbers = registers.numbers(words, group * registers.RUN, (2 * half, 2 * half + 1))
-        offset = jnp.bfloat16(registers.EXACT + MIDDLE)
-        if zeros:
-            by_row = zeros[group].astype(jnp.bfloat16) + registers.EXACT
-            offset = lax.broadcast_in_dim(by_row, numbers.shape, (0,))
-        yield group, pl.ds(group * LONGEST + half * HALF, HALF), numbers - offset
-
-
-def _widened_8_bits(weight: Any, plan: Plan) -> Iterator[tuple[int, Any, jax.Array]]:
-    """Groups, inputs within the step and numbers [64, 64] in bfloat16."""
-    for group in range(plan.config.groups):
-        numbers = registers.from_e4m3(weight.at[:, pl.ds(group * LONGEST, LONGEST)])
-        for half in range(2):
-            inputs = pl.ds(group * LONGEST + half * HALF, HALF)
-            yield group, inputs, numbers[:, half * HALF :][:, :HALF]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -15,10 +19,12 @@ from jaxtyping import BFloat16, UInt16
 
 from pallas_kernels import _compat
 from pallas_kernels.quantized_product.layout import LONGEST, PLACES
+from pallas_kernels.quantized_product.reference import MIDDLE
 
 TILE = 8  # columns of a tile of wgmma's layout
 RUN = LONGEST // PLACES  # words of a group
 EXACT = 128  # a bfloat16 from here to 255 has its integer in its last seven bits
+HALF = LONGEST // 2  # inputs of a product: 128 bytes of a token, the width of a tile of shared memory
 
 
 def numbers(words: UInt16[jax.Array, "R W"], first: int, places: tuple[int, int]) -> BFloat16[jax.Array, "R C"]:
@@ -70,34 +76,71 @@ def from_e4m3(ref: Any) -> BFloat16[jax.Array, "R C"]:
     return values.astype(jnp.float16).astype(jnp.bfloat16)
 
 
+def widened(weight: Any, zeros: list[jax.Array], groups: int) -> Iterator[tuple[int, Any, jax.Array]]:
+    """The numbers of a step, half a group at a time: groups, inputs within the step, and numbers [64, 64] in bfloat16.
+
+    Args:
+        weight: 64 rows of words or of e4m3 numbers in shared memory.
+        zeros: zero points of the rows of each group, or none.
+        groups: of the step.
+    """
+    is_packed = weight.dtype == jnp.uint16
+    return _widened_4_bits(weight, zeros, groups) if is_packed else _widened_8_bits(weight, groups)
+
+
+def _widened_4_bits(weight: Any, zeros: list[jax.Array], groups: int) -> Iterator[tuple[int, Any, jax.Array]]:
+    """As `widened`, less zero points.
+
+    A product takes the numbers in two places of the words of a group, since those are 64 inputs: 128 bytes of a token,
+    the width of a tile of shared memory.
+    """
+    words = _compat.smem_load(weight, plgpu.Layout.WGMMA)
+    for group, half in itertools.product(range(groups), range(2)):
+        halves = numbers(words, group * RUN, (2 * half, 2 * half + 1))
+        offset = jnp.bfloat16(EXACT + MIDDLE)
+        if zeros:
+            by_row = zeros[group].astype(jnp.bfloat16) + EXACT
+            offset = lax.broadcast_in_dim(by_row, halves.shape, (0,))
+        yield group, pl.ds(group * LONGEST + half * HALF, HALF), halves - offset
+
+
+def _widened_8_bits(weight: Any, groups: int) -> Iterator[tuple[int, Any, jax.Array]]:
+    """As `widened`."""
+    for group in range(groups):
+        of_group = from_e4m3(weight.at[:, pl.ds(group * LONGEST, LONGEST)])
+        for half in range(2):
+            inputs = pl.ds(group * LONGEST + half * HALF, HALF)
+            yield group, inputs, of_group[:, half * HALF :][:, :HALF]
+
+
 def load(ref: Any, layout: Any) -> jax.Array:
     """A column of global memory in a layout; neighbouring rows may lie apart."""
     return _compat.smem_load(ref, layout, optimized=False)
 
 
-def store_transposed(array: jax.Array, out: Any, part: Any, row: Any) -> None:
-    """Store an array [rows, tokens] into ``out[part, tokens, row + rows]`` of global memory, less tokens beyond it.
+def store_transposed(array: jax.Array, out: Any, part: Any, token: Any, row: Any) -> None:
+    """Store an array [rows, tokens] into ``out[part, token + tokens, row + rows]`` of global memory, within its tokens.
 
     Eight threads write 8 neighbouring rows of a token: a whole sector in float32.
     """
-    tokens, columns = out.shape[1], array.shape[1]
+    tokens = out.shape[1]
+    scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), plgpu.Layout.WG_SPLAT(()))
-    )
-    def store(ctx: Any, array: FragmentedArray, out: Any, part: FragmentedArray, row: FragmentedArray) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), scalar, scalar, scalar))
+    def store(ctx: Any, array: FragmentedArray, out: Any, *corner: FragmentedArray) -> None:
         del ctx
         index = ir.IndexType.get()
-        first, place = (arith.index_cast(index, at.registers.item()) for at in (row, part))
+        place, first, row = (arith.index_cast(index, at.registers.item()) for at in corner)
 
         def put(value: Any, at: tuple[Any, ...]) -> None:
-            target = [place, at[1], arith.addi(first, at[0])]
-            if columns == tokens:
+            column = arith.addi(first, at[1])
+            target = [place, column, arith.addi(row, at[0])]
+            if tokens % array.shape[1] == 0:
                 memref.store(value, out, target)
                 return
-            with utils.when(arith.cmpi(arith.CmpIPredicate.ult, at[1], utils.c(tokens, index))):
+            with utils.when(arith.cmpi(arith.CmpIPredicate.ult, column, utils.c(tokens, index))):
                 memref.store(value, out, target)
 
         array.astype(ir.MemRefType(out.type).element_type).foreach(put)
 
-    store(array, out, part, row)
+    store(array, out, *(jnp.asarray(at, jnp.int32) for at in (part, token, row)))

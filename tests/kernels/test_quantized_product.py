@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -12,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as Spec
 
 from pallas_kernels import _compat, quantized_product, split_quantized_product
-from pallas_kernels.quantized_product import mosaic, operation_of, tiles, triton
+from pallas_kernels.quantized_product import mosaic, operation_of, tiles, triton, wide
 from pallas_kernels.quantized_product.layout import span_of_group
 from pallas_kernels.quantized_product.triton import Config
 from pallas_kernels.registry import Device
@@ -89,6 +90,38 @@ def test_product_on_hopper(kind, tokens, shape):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("int4", (65,)), ("zeros", (2, 64)), ("int4", (300,)), ("fp8", (130,)), ("zeros", (2000,))]
+)
+@pytest.mark.parametrize("shape", [(192, 384), (320, 2560), (5120, 1536)], ids=str)
+def test_a_wide_product_on_hopper(kind, tokens, shape):
+    """Rows and tokens that no tile divides; inputs in parts; CTAs with many tiles; every configuration."""
+    (x, *weight), exact = operands(kind, 128, tokens, *shape)
+    wanted = np.asarray(x, np.float64) @ exact.T
+    count, steps = int(np.prod(tokens)), shape[1] // 128
+    configs = [None, *wide.configs(count, steps, kind != "fp8")]
+    for config in [*configs, *(dataclasses.replace(config, pair=1) for config in configs[1:4])]:
+        parts = wide.quantized_product(x, *weight, F32, may_split=True, config=config)
+        assert error(parts.sum(0) if parts.ndim > wanted.ndim else parts, wanted) < 2e-6
+    rounded = quantized_product(x, *weight)
+    assert (rounded.dtype, rounded.shape) == (BF16, wanted.shape)
+    assert error(rounded, wanted) < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [16, 130])
+def test_scales_of_zero_and_of_any_size_on_hopper(tokens):
+    """The wide product divides by scales."""
+    (x, values, scales, _), exact = operands("int4", 128, (tokens,), 192, 1024)
+    numbers = exact / np.repeat(np.asarray(scales, np.float64), 128, axis=1)
+    sizes = np.float32([0, 1, -3, 1e-30, 2e-3, 0, 5, 1e-38])
+    scales = np.random.default_rng(0).permuted(np.tile(sizes, (192, 1)), axis=1)
+    scales[7] = 0
+    found = quantized_product(x, values, jnp.asarray(scales), dtype=F32)
+    assert error(found, np.asarray(x, np.float64) @ (numbers * np.repeat(scales, 128, axis=1)).T) < 2e-6
+
+
+@pytest.mark.gpu
 def test_a_token_on_hopper_has_its_bits_alone_and_in_a_batch():
     (x, *weight), _ = operands("int4", 128, (16,), 5120, 1536)
     batch = np.asarray(mosaic.quantized_product(x, *weight, F32))
@@ -108,6 +141,32 @@ def test_ctas_of_hopper_have_equal_runs(monkeypatch):
             assert units[-1] // plan.run == plan.ctas - 1
             tiles = (units // plan.run).reshape(plan.tiles, plan.steps)
             assert (tiles[:, -1] - tiles[:, 0]).max() < plan.parts
+
+
+def test_pairs_of_hopper_have_every_tile_once(monkeypatch):
+    """Every step of every tile is one pair's, no part is without steps, and the ring fits into shared memory."""
+    monkeypatch.setattr(_compat, "sm_count", lambda: 132)
+    struct = jax.ShapeDtypeStruct
+    for outputs, inputs, tokens in ((34816, 5120, 256), (5120, 17408, 100), (320, 640, 3000), (64, 128, 65)):
+        x, scales = struct((tokens, inputs), BF16), struct((outputs, inputs // 128), BF16)
+        for is_packed in (True, False):
+            values = struct((outputs, inputs // 4), jnp.uint16) if is_packed else struct((outputs, inputs), E4M3)
+            assert wide.default_config(x, values, scales) in [*wide.configs(tokens, inputs // 128, is_packed)]
+            for config in wide.configs(tokens, inputs // 128, is_packed):
+                plan = wide.plan_of(config, x, values, scales)
+                assert plan.pieces * config.pair * plan.rows >= outputs
+                assert plan.blocks * config.tokens >= tokens
+                tiles = {tuple(int(at) for at in plan.place(jnp.int32(tile))) for tile in range(min(plan.count, 300))}
+                if plan.count < 300:
+                    counts = plan.pieces, plan.blocks, config.splits
+                    assert tiles == {
+                        (i, j, k) for i in range(counts[0]) for j in range(counts[1]) for k in range(counts[2])
+                    }
+                ends = [tuple(int(at) for at in plan.inputs(part)) for part in range(config.splits)]
+                assert [step for start, end in ends for step in range(start, end)] == [*range(inputs // 128)]
+                assert all(start < end for start, end in ends)
+                step = 128 * (plan.rows // (2 if is_packed else 1) + 2 * config.tokens)
+                assert 2 <= config.stages <= mosaic.SHARED_MEMORY // step
 
 
 def test_tiles_of_many_tokens():
@@ -134,13 +193,14 @@ def test_it_lowers_and_is_picked(monkeypatch, kind, tokens, shape):
     scales = struct((outputs, inputs // 128), BF16 if kind == "fp8" else jnp.float16)
     zeros = struct(scales.shape, jnp.uint8) if kind == "zeros" else None
     x = struct((tokens, inputs), BF16)
-    streams = tokens <= mosaic.MAX_TOKENS and outputs % mosaic.ROWS == 0
+    fits = outputs % mosaic.ROWS == 0
     for generation in ((8, 0), (8, 6), (8, 9), (9, 0)):
         wanted = "reference" if kind == "fp8" and generation < (8, 9) else "triton"
-        wanted = "mosaic" if generation == (9, 0) and streams else wanted
+        if generation == (9, 0) and fits:
+            wanted = "mosaic" if tokens <= mosaic.MAX_TOKENS else "mosaic_wide"
         call = (x, values, scales, zeros, BF16)
         assert operation_of(values).choose(call, Device("cuda", generation)).name == wanted
-    for generation, target in (((8, 9), "xla.gpu.triton"), ((9, 0), "mosaic_gpu" if streams else "xla.gpu.triton")):
+    for generation, target in (((8, 9), "xla.gpu.triton"), ((9, 0), "mosaic_gpu" if fits else "xla.gpu.triton")):
         monkeypatch.setattr(_compat, "compute_capability", lambda generation=generation: generation)
         for function in (quantized_product, split_quantized_product):
             text = cuda_lowering(lambda *args, f=function: f(*args), x, values, scales, *([zeros] if zeros else []))
