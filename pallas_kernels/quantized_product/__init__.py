@@ -13,10 +13,10 @@ from pallas_kernels.registry import AMPERE_ON, FP8_GPUS, HOPPER
 
 __all__ = ["FP8_PRODUCT", "INT4_PRODUCT", "operation_of", "quantized_product", "split_quantized_product"]
 
-Implementation = Literal["mosaic", "mosaic_wide", "triton", "reference"]
+Implementation = Literal["mosaic", "mosaic_two_sided", "mosaic_wide", "triton", "reference"]
 
 
-def _operation(name: str, gpus: registry.Capability) -> registry.Operation:
+def _operation(name: str, gpus: registry.Capability, *two_sided: registry.Implementation) -> registry.Operation:
     mosaic = "pallas_kernels.quantized_product.mosaic:quantized_product"
     wide = "pallas_kernels.quantized_product.wide:quantized_product"
     triton = "pallas_kernels.quantized_product.triton:quantized_product"
@@ -24,6 +24,7 @@ def _operation(name: str, gpus: registry.Capability) -> registry.Operation:
         name,
         (
             registry.Implementation("mosaic", mosaic, HOPPER, refusal="refusal"),
+            *two_sided,
             registry.Implementation("mosaic_wide", wide, HOPPER, refusal="refusal"),
             registry.Implementation("triton", triton, gpus, refusal="refusal", interprets=True),
             registry.Implementation("reference", "pallas_kernels.quantized_product.reference:quantized_product"),
@@ -31,8 +32,13 @@ def _operation(name: str, gpus: registry.Capability) -> registry.Operation:
     )
 
 
+_TWO_SIDED = "pallas_kernels.quantized_product.wide:two_sided_product"
 INT4_PRODUCT = _operation("int4_product", AMPERE_ON)
-FP8_PRODUCT = _operation("fp8_product", FP8_GPUS)  # with scales of groups; activations are not quantised
+FP8_PRODUCT = _operation(  # with scales of groups
+    "fp8_product",
+    FP8_GPUS,
+    registry.Implementation("mosaic_two_sided", _TWO_SIDED, HOPPER, refusal="two_sided_refusal"),
+)
 
 
 def quantized_product(
@@ -55,7 +61,8 @@ def quantized_product(
       scales: bf16, f16 or f32.
       zeros: zero points of 4-bit numbers, 0 to 16; None is 8.
       dtype: of the result; None is x's.
-      implementation: on Hopper for groups of 128 inputs ``"mosaic"``, up to 64 tokens, and ``"mosaic_wide"``, beyond;
+      implementation: on Hopper for groups of 128 inputs ``"mosaic"``, up to 64 tokens, and ``"mosaic_wide"``, beyond,
+        for which ``"mosaic_two_sided"`` takes e4m3 weights and rounds activations to e4m3, too;
         ``"triton"``, for groups of a multiple of 32 inputs; or ``"reference"``, which leaves it to XLA. None picks the
         first that can, Triton on NVIDIA GPUs from sm_80, with e4m3 from sm_89. Only the reference can be split by XLA
         over several devices; the kernels need a ``shard_map`` around them there.

@@ -28,8 +28,8 @@ from pallas_kernels.lib.measured import tokens_of
 from pallas_kernels.lib.shared_memory import tiled
 from pallas_kernels.quantized_product import registers
 from pallas_kernels.quantized_product.layout import LONGEST, PLACES
+from pallas_kernels.quantized_product.rescaled import ROWS
 
-ROWS = 64  # of the weight that a consumer has: those of a wgmma
 MAX_TOKENS = 64
 ALIGNED = 8  # tokens of a tile of shared memory
 THREADS = 128  # of a warpgroup

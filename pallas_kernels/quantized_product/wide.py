@@ -4,8 +4,10 @@ As in ``mosaic``, a producer warpgroup fills a ring and consumers widen 64 rows 
 registers. Here the CTAs go from tile to tile of rows and tokens, and a pair of CTAs with neighbouring rows reads each
 tile of tokens once: each copies one half of it into the shared memory of both.
 
-Sums of a consumer fill most of its registers, so scales do not get sums of their own. A consumer's sums are counted in
-the scale of the group that it is at: they are multiplied by the ratio of two scales when the next group begins.
+A consumer's sums fill most of its registers, so a group has no sums of its own (``rescaled``).
+
+`two_sided_product` rounds activations to e4m3 first, by one scale for each token, and multiplies them with numbers in
+e4m3 as both lie in shared memory: the tensor cores are twice as fast then, and nothing is widened.
 """
 
 from __future__ import annotations
@@ -25,16 +27,17 @@ from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, UInt8, UInt16
 from pallas_kernels import _compat
 from pallas_kernels.lib.measured import tokens_of
 from pallas_kernels.lib.shared_memory import tiled
-from pallas_kernels.quantized_product import mosaic, registers
+from pallas_kernels.quantize import quantize_rows
+from pallas_kernels.quantized_product import mosaic, registers, rescaled
 from pallas_kernels.quantized_product.layout import LONGEST, PLACES
 from pallas_kernels.quantized_product.mosaic import ALIGNED, MAX_TOKENS, ROWS, registers_of
 
 PAIR = 2  # CTAs of a cluster
 BAND = 8  # tiles of tokens that CTAs work on together, so that what they read of both sides stays in L2
 MOST_STAGES = 5
-LEAST_SCALE = 1e-30  # what scales nearer to 0 count as, since sums are divided by them
 # Microseconds of a step by consumers and tokens, on an H200 with all multiprocessors at work (BENCH.md).
 STEP_TIMES = {(3, 128): 1.2, (2, 128): 0.88, (2, 256): 1.55}
+TWO_SIDED_STEP_TIMES = {(3, 128): 0.85, (2, 128): 0.62}
 MOST_SPLITS, MOST_OF_PARTS = 4, 512  # parts of the inputs, and tokens of a call that has any
 
 
@@ -48,6 +51,7 @@ class Config:
         stages: steps in the ring; a step has the 128 inputs of a group.
         splits: parts of the inputs, each of which is a tile of its own.
         pair: CTAs that share a tile of tokens, 1 or 2.
+        step_time: microseconds of a step, about.
     """
 
     consumers: int
@@ -55,6 +59,7 @@ class Config:
     stages: int
     splits: int = 1
     pair: int = PAIR
+    step_time: float = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +102,7 @@ class Plan:
     def cost(self) -> float:
         """Microseconds on an H200, about: of the busiest CTA, and to write and read parts."""
         config = self.config
-        a_tile = STEP_TIMES[config.consumers, config.tokens] * self.share + 2.5
+        a_tile = config.step_time * self.share + 2.5
         parts = config.splits * self.blocks * config.tokens * self.pieces * config.pair * self.rows
         return pl.cdiv(self.count, self.clusters) * a_tile + (parts * 8 / 5e6 if config.splits > 1 else 0)
 
@@ -121,22 +126,30 @@ def refusal(x: Any, values: Any, scales: Any, zeros: Any, dtype: Any) -> str | N
     return mosaic.unfit(x, values, scales)
 
 
-def configs(tokens: int, steps: int, is_packed: bool) -> Iterator[Config]:
+def two_sided_refusal(x: Any, values: Any, scales: Any, zeros: Any, dtype: Any) -> str | None:
+    """Why the Mosaic backend cannot do this call with e4m3 on both sides, or None."""
+    if values.dtype != jnp.float8_e4m3fn:
+        return f"The Mosaic product of e4m3 and e4m3 needs weights in e4m3; these are {values.dtype}."
+    return refusal(x, values, scales, zeros, dtype)
+
+
+def configs(x: Any, values: Any, scales: Any, *, is_two_sided: bool = False) -> Iterator[Config]:
     """The configurations that fit into registers and shared memory, and whose parts all have steps."""
-    for consumers, width in STEP_TIMES:
+    tokens, steps, is_packed = tokens_of(x), scales.shape[1], values.dtype == jnp.uint16
+    for (consumers, width), step_time in (TWO_SIDED_STEP_TIMES if is_two_sided else STEP_TIMES).items():
         if width > 128 and tokens <= 128:
             continue
-        size = consumers * ROWS * LONGEST // (2 if is_packed else 1) + 2 * width * LONGEST
+        size = LONGEST * (consumers * ROWS // (2 if is_packed else 1) + width * (1 if is_two_sided else 2))
         stages = min(MOST_STAGES, mosaic.SHARED_MEMORY // size)
         for splits in range(1, MOST_SPLITS + 1 if tokens <= MOST_OF_PARTS else 2):
             if pl.cdiv(steps, splits) * (splits - 1) >= steps:
                 break
-            yield Config(consumers, width, stages, splits)
+            yield Config(consumers, width, stages, splits, step_time=step_time)
 
 
-def default_config(x: Any, values: Any, scales: Any) -> Config:
+def default_config(x: Any, values: Any, scales: Any, *, is_two_sided: bool = False) -> Config:
     """The configuration of the least cost."""
-    choices = configs(tokens_of(x), scales.shape[1], values.dtype == jnp.uint16)
+    choices = configs(x, values, scales, is_two_sided=is_two_sided)
     return min(choices, key=lambda config: plan_of(config, x, values, scales).cost)
 
 
@@ -160,16 +173,43 @@ def quantized_product(
     """See ``pallas_kernels.quantized_product``; float32 parts [S, *T, O] where it may be split, and is."""
     if reason := refusal(x, values, scales, zeros, dtype):
         raise NotImplementedError(reason)
-    config = config or default_config(x, values, scales)
-    plan, tokens, outputs = plan_of(config, x, values, scales), tokens_of(x), len(values)
+    plan = plan_of(config or default_config(x, values, scales), x, values, scales)
+    operands = values, scales, *([] if zeros is None else [zeros])
+    return _product(plan, x, operands, dtype, may_split=may_split)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "may_split", "config"))
+def two_sided_product(
+    x: Float[Array, "*T I"],
+    values: Float8e4m3fn[Array, "O I"],
+    scales: Float[Array, "O G"],
+    zeros: None,
+    dtype: DTypeLike,
+    *,
+    may_split: bool = False,
+    config: Config | None = None,
+) -> Float[Array, "*T O"] | Float[Array, "S *T O"]:
+    """As `quantized_product`, with activations rounded to e4m3, a scale for each token."""
+    if reason := two_sided_refusal(x, values, scales, zeros, dtype):
+        raise NotImplementedError(reason)
+    numbers, of_tokens = quantize_rows(x)
+    plan = plan_of(config or default_config(x, values, scales, is_two_sided=True), x, values, scales)
+    padded = jnp.pad(of_tokens.reshape(-1), (0, -of_tokens.size % plan.config.tokens))
+    return _product(plan, numbers, (values, scales, padded), dtype, may_split=may_split)
+
+
+def _product(
+    plan: Plan, x: jax.Array, operands: tuple[jax.Array, ...], dtype: DTypeLike, *, may_split: bool
+) -> jax.Array:
+    """The product of a plan, in parts where it may be split."""
+    splits, tokens, outputs = plan.config.splits, tokens_of(x), len(operands[0])
     rows = jnp.pad(x.reshape(tokens, -1), ((0, -tokens % ALIGNED), (0, 0)))
-    operands = _compat.vary_alike(rows, values, scales, *([] if zeros is None else [zeros]))
-    shape = (config.splits, tokens, outputs)
-    result = _compat.out_like(shape, jnp.float32 if config.splits > 1 else dtype, operands[0])
+    operands = _compat.vary_alike(rows, *operands)
+    result = _compat.out_like((splits, tokens, outputs), jnp.float32 if splits > 1 else dtype, operands[0])
     (out,) = _launch(plan, operands, result)(*operands)
     (out, *_) = _compat.vary_alike(out, *operands)  # Mosaic does not mark its outputs as varying
-    out = out.reshape(config.splits, *x.shape[:-1], outputs)
-    if config.splits == 1:
+    out = out.reshape(splits, *x.shape[:-1], outputs)
+    if splits == 1:
         return out[0]
     # One after another: XLA's own sum over an axis takes another order for another number of tokens.
     return out if may_split else functools.reduce(jnp.add, out).astype(dtype)
@@ -196,7 +236,7 @@ def _launch(plan: Plan, operands: tuple[jax.Array, ...], result: jax.ShapeDtypeS
         num_threads=consumers + 1,
         thread_name="warpgroup",
         scratch_types={
-            "x_s": tiled((stages, config.tokens, LONGEST), jnp.bfloat16),
+            "x_s": tiled((stages, config.tokens, LONGEST), operands[0].dtype),
             "weight_s": tiled((stages, plan.rows, LONGEST // (PLACES if is_packed else 1)), operands[1].dtype),
             "full": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
             "empty": barrier(num_barriers=stages, num_arrivals=consumers),
@@ -208,7 +248,7 @@ def _launch(plan: Plan, operands: tuple[jax.Array, ...], result: jax.ShapeDtypeS
 
 def _body(x: Any, values: Any, scales: Any, *rest: Any, plan: Plan, **s: Any) -> None:
     """The body of one CTA; ``s`` is its scratch."""
-    *zeros, out = rest
+    *more, out = rest
     first, me, consumers = lax.axis_index("cta"), lax.axis_index("warpgroup"), plan.config.consumers
     member = lax.axis_index("member") if plan.config.pair > 1 else 0
     producer_registers, consumer_registers = registers_of(consumers)
@@ -243,7 +283,12 @@ def _body(x: Any, values: Any, scales: Any, *rest: Any, plan: Plan, **s: Any) ->
         def consume(count: Any, place: Any, steps: Any) -> None:
             row, token, part = place
             ours = row + me * ROWS
-            sums = _consume(scales, zeros, ours, (count, *steps), me, plan, s)
+            if x.dtype == jnp.bfloat16:
+                sums = rescaled.sums((scales, *more), ours, me, (count, *steps), s)
+            else:
+                sums = _two_sided_sums(scales, ours, me, (count, *steps), s)
+                of_tokens = registers.load(more[0].at[pl.ds(token, sums.shape[1])], plgpu.Layout.WGMMA.reduce(0))
+                sums *= lax.broadcast_in_dim(of_tokens, sums.shape, (1,))
 
             @pl.when(ours < len(values))
             def _() -> None:
@@ -278,44 +323,34 @@ def _produce(x: Any, values: Any, plan: Plan, s: dict[str, Any], count: Any, pla
     lax.fori_loop(start, end, step, None)
 
 
-def _consume(
-    scales: Any, zeros: list[Any], row: Any, steps: tuple[Any, Any, Any], me: Any, plan: Plan, s: dict[str, Any]
-) -> jax.Array:
-    """Sums [64, tokens] of a consumer's rows over the steps from ``steps[1]`` to ``steps[2]``."""
-    count, start, end = steps
-    by_row = plgpu.Layout.WGMMA.reduce(1)
-    rows = pl.ds(jnp.minimum(row, len(scales) - ROWS), ROWS)  # rows beyond the last tile's end are not stored
+def _two_sided_sums(scales: Any, row: Any, me: Any, steps: tuple[Any, Any, Any], s: dict[str, Any]) -> jax.Array:
+    """As `rescaled.sums`, of e4m3 numbers on both sides.
 
-    def factors(k: Any) -> list[jax.Array]:
-        """Scales, and zero points if there are any, of a step; loaded one step ahead, or it would wait for memory."""
-        scale, *points = (registers.load(ref.at[rows, k], by_row) for ref in (scales, *zeros))
-        scale = scale.astype(jnp.float32)
-        return [jnp.where(jnp.abs(scale) < LEAST_SCALE, LEAST_SCALE, scale), *points]
+    Each group has sums of its own, which are added in float32: tensor cores add products of 8 bits to sums of fewer
+    bits than that (DeepSeek-V3, arXiv 2412.19437, 3.3.2).
+    """
+    count, start, end = steps
+    stages, tokens, _ = s["x_s"].shape
+    rows, ours = rescaled.rows_of(scales, row), pl.ds(me * ROWS, ROWS)
+
+    def load(k: Any) -> jax.Array:
+        """Scales of a step; loaded one step ahead, or it would wait for memory."""
+        return registers.load(scales.at[rows, k], plgpu.Layout.WGMMA.reduce(1)).astype(jnp.float32)
 
     def step(k: Any, carried: Any) -> Any:
-        sums, last, (scale, *points) = carried
-        ahead = factors(jnp.minimum(k + 1, end - 1))
-        slot = lax.rem(count + k - start, plan.config.stages)
-        sums *= lax.broadcast_in_dim(last / scale, sums.shape, (0,))
+        total, scale = carried
+        ahead = load(jnp.minimum(k + 1, end - 1))
+        slot = lax.rem(count + k - start, stages)
         plgpu.barrier_wait(s["full"].at[slot])
-        sums = _added(sums, s["weight_s"].at[slot, pl.ds(me * ROWS, ROWS)], s["x_s"].at[slot], points)
+
+        def run(products: Any) -> jax.Array:
+            plgpu.wgmma(products, s["weight_s"].at[slot, ours], _compat.smem_transpose(s["x_s"].at[slot]))
+            return products[...]
+
+        products = pl.run_scoped(run, plgpu.ACC((ROWS, tokens), jnp.float32))
         plgpu.barrier_arrive(s["empty"].at[slot])
-        return sums, scale, ahead
+        return total + products * lax.broadcast_in_dim(scale, products.shape, (0,)), ahead
 
-    sums = plgpu.layout_cast(jnp.zeros((ROWS, plan.config.tokens), jnp.float32), plgpu.Layout.WGMMA)
-    first = factors(start)
-    sums, last, _ = lax.fori_loop(start, end, step, (sums, first[0], first))
-    return sums * lax.broadcast_in_dim(last, sums.shape, (0,))
-
-
-def _added(sums: jax.Array, weight: Any, x: Any, zeros: list[jax.Array]) -> jax.Array:
-    """Sums plus the products [64, tokens] of a consumer's rows over a step, without scales."""
-
-    def run(products: Any) -> None:
-        for at, (_, inputs, numbers) in enumerate(registers.widened(weight, zeros, 1)):
-            plgpu.wgmma(products, numbers, _compat.smem_transpose(x.at[:, inputs]))
-            if at > 0:
-                plgpu.wgmma_wait(1)
-
-    added: jax.Array = pl.run_state(run)(plgpu.ACC.init(sums))
-    return added
+    total = plgpu.layout_cast(jnp.zeros((ROWS, tokens), jnp.float32), plgpu.Layout.WGMMA)
+    total, _ = lax.fori_loop(start, end, step, (total, load(start)))
+    return total

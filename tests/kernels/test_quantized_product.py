@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as Spec
 
 from pallas_kernels import _compat, quantized_product, split_quantized_product
+from pallas_kernels.quantize import quantize_rows
 from pallas_kernels.quantized_product import mosaic, operation_of, tiles, triton, wide
 from pallas_kernels.quantized_product.layout import span_of_group
 from pallas_kernels.quantized_product.triton import Config
@@ -89,6 +90,12 @@ def test_product_on_hopper(kind, tokens, shape):
         assert error(whole, wanted) < 2e-6
 
 
+def some_configs(configs, shape):
+    """The default one; for a small weight all, and some of CTAs by themselves."""
+    every = list(configs) if shape == (320, 2560) else []
+    return [None, *every, *(dataclasses.replace(config, pair=1) for config in every[:2])]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("kind", "tokens"), [("int4", (65,)), ("zeros", (2, 64)), ("int4", (300,)), ("fp8", (130,)), ("zeros", (2000,))]
@@ -98,14 +105,26 @@ def test_a_wide_product_on_hopper(kind, tokens, shape):
     """Rows and tokens that no tile divides; inputs in parts; CTAs with many tiles; every configuration."""
     (x, *weight), exact = operands(kind, 128, tokens, *shape)
     wanted = np.asarray(x, np.float64) @ exact.T
-    count, steps = int(np.prod(tokens)), shape[1] // 128
-    configs = [None, *wide.configs(count, steps, kind != "fp8")]
-    for config in [*configs, *(dataclasses.replace(config, pair=1) for config in configs[1:4])]:
+    for config in some_configs(wide.configs(x, *weight[:2]), shape):
         parts = wide.quantized_product(x, *weight, F32, may_split=True, config=config)
         assert error(parts.sum(0) if parts.ndim > wanted.ndim else parts, wanted) < 2e-6
-    rounded = quantized_product(x, *weight)
+    rounded = quantized_product(x, *weight, implementation="mosaic_wide")
     assert (rounded.dtype, rounded.shape) == (BF16, wanted.shape)
     assert error(rounded, wanted) < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [(65,), (2, 150), (2000,)])
+@pytest.mark.parametrize("shape", [(192, 384), (320, 2560), (5120, 1536)], ids=str)
+def test_a_product_of_e4m3_and_e4m3_on_hopper(tokens, shape):
+    """Tensor cores keep some 14 bits of the products of a group."""
+    (x, *weight), exact = operands("fp8", 128, tokens, *shape)
+    numbers, of_tokens = quantize_rows(x, implementation="reference")
+    wanted = np.asarray(numbers, np.float64) * np.asarray(of_tokens, np.float64)[..., None] @ exact.T
+    for config in some_configs(wide.configs(x, *weight[:2], is_two_sided=True), shape):
+        parts = wide.two_sided_product(x, *weight, F32, may_split=True, config=config)
+        assert error(parts.sum(0) if parts.ndim > wanted.ndim else parts, wanted) < 1e-3
+    assert error(quantized_product(x, *weight), np.asarray(x, np.float64) @ exact.T) < 0.04
 
 
 @pytest.mark.gpu
@@ -151,8 +170,8 @@ def test_pairs_of_hopper_have_every_tile_once(monkeypatch):
         x, scales = struct((tokens, inputs), BF16), struct((outputs, inputs // 128), BF16)
         for is_packed in (True, False):
             values = struct((outputs, inputs // 4), jnp.uint16) if is_packed else struct((outputs, inputs), E4M3)
-            assert wide.default_config(x, values, scales) in [*wide.configs(tokens, inputs // 128, is_packed)]
-            for config in wide.configs(tokens, inputs // 128, is_packed):
+            assert wide.default_config(x, values, scales) in [*wide.configs(x, values, scales)]
+            for config in wide.configs(x, values, scales):
                 plan = wide.plan_of(config, x, values, scales)
                 assert plan.pieces * config.pair * plan.rows >= outputs
                 assert plan.blocks * config.tokens >= tokens
@@ -197,7 +216,8 @@ def test_it_lowers_and_is_picked(monkeypatch, kind, tokens, shape):
     for generation in ((8, 0), (8, 6), (8, 9), (9, 0)):
         wanted = "reference" if kind == "fp8" and generation < (8, 9) else "triton"
         if generation == (9, 0) and fits:
-            wanted = "mosaic" if tokens <= mosaic.MAX_TOKENS else "mosaic_wide"
+            beyond = "mosaic_two_sided" if kind == "fp8" else "mosaic_wide"
+            wanted = "mosaic" if tokens <= mosaic.MAX_TOKENS else beyond
         call = (x, values, scales, zeros, BF16)
         assert operation_of(values).choose(call, Device("cuda", generation)).name == wanted
     for generation, target in (((8, 9), "xla.gpu.triton"), ((9, 0), "mosaic_gpu" if fits else "xla.gpu.triton")):

@@ -1,0 +1,77 @@
+"""Sums of a consumer's rows over groups of inputs, counted in the scale of the group that it is at (Mosaic GPU).
+
+A group's products could have float32 sums of their own, multiplied by the group's scale and added to others; with many
+tokens there are no registers for both. So there are sums once, which are multiplied by the ratio of two scales when
+the next group begins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _compat
+from pallas_kernels.quantized_product import registers
+
+ROWS = 64  # of the weight that a consumer has: those of a wgmma
+LEAST_SCALE = 1e-30  # what scales nearer to 0 count as, since sums are divided by them
+
+
+def sums(factors: tuple[Any, ...], row: Any, me: Any, steps: tuple[Any, Any, Any], s: dict[str, Any]) -> jax.Array:
+    """Products [64, tokens] of a consumer's rows with all tokens of the ring, over some steps of a group each.
+
+    Args:
+        factors: scales [O, G], and zero points if there are any, in global memory.
+        row: the first of the consumer.
+        me: the number of the consumer, who has as many rows of each slot of the ring.
+        steps: how many went through the ring before, the first group, and the one behind the last.
+        s: the ring: ``x_s``, ``weight_s``, and barriers ``full`` and ``empty``.
+    """
+    count, start, end = steps
+    stages, tokens, _ = s["x_s"].shape
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    rows = rows_of(factors[0], row)
+
+    def load(k: Any) -> list[jax.Array]:
+        """Scales and zero points of a step; loaded one step ahead, or it would wait for memory."""
+        scale, *zeros = (registers.load(ref.at[rows, k], by_row) for ref in factors)
+        scale = scale.astype(jnp.float32)
+        return [jnp.where(jnp.abs(scale) < LEAST_SCALE, LEAST_SCALE, scale), *zeros]
+
+    def step(k: Any, carried: Any) -> Any:
+        total, last, (scale, *zeros) = carried
+        ahead = load(jnp.minimum(k + 1, end - 1))
+        slot = lax.rem(count + k - start, stages)
+        total *= lax.broadcast_in_dim(last / scale, total.shape, (0,))
+        plgpu.barrier_wait(s["full"].at[slot])
+        total = _added(total, s["weight_s"].at[slot, pl.ds(me * ROWS, ROWS)], s["x_s"].at[slot], zeros)
+        plgpu.barrier_arrive(s["empty"].at[slot])
+        return total, scale, ahead
+
+    total = plgpu.layout_cast(jnp.zeros((ROWS, tokens), jnp.float32), plgpu.Layout.WGMMA)
+    first = load(start)
+    total, last, _ = lax.fori_loop(start, end, step, (total, first[0], first))
+    return total * lax.broadcast_in_dim(last, total.shape, (0,))
+
+
+def rows_of(factors: Any, row: Any) -> Any:
+    """The rows of a consumer, to load factors of; of rows beyond the last, nothing is stored."""
+    return pl.ds(jnp.minimum(row, len(factors) - ROWS), ROWS)
+
+
+def _added(total: jax.Array, weight: Any, x: Any, zeros: list[jax.Array]) -> jax.Array:
+    """Sums plus the products of a step, without scales."""
+
+    def run(products: Any) -> None:
+        for at, (_, inputs, numbers) in enumerate(registers.widened(weight, zeros, 1)):
+            plgpu.wgmma(products, numbers, _compat.smem_transpose(x.at[:, inputs]))
+            if at > 0:
+                plgpu.wgmma_wait(1)
+
+    added: jax.Array = pl.run_state(run)(plgpu.ACC.init(total))
+    return added
