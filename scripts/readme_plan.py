@@ -51,6 +51,7 @@ RULES = (
     Rule("gpu", r"Qwen/Qwen3-8B\b", "wants a GPU, and 16 GB from the Hub"),
     Rule("gpu", r"\bbench round\b", "times steps of Qwen3-8B's shapes on H200s"),
     Rule("gpu", r"\bpallas_kernels\.\w+\.bench\b", "times kernels of GPUs"),
+    Rule("gpu", r"\brehearse_24gib\.py\b", "bounds a GPU to 23 GiB, and has weights of Qwen3.6-27B's shapes"),
     Rule("program", r"\bray start\b|^serve run\b", "starts a cluster; `make test-ray` runs one"),
     Rule("program", r"^(vllm-router|smg)\b", "routes to servers that do not run; `make test-ray` starts some"),
     Rule("program", r"\bbench_in_turns\.py\b", "needs two servers"),
