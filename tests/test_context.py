@@ -12,6 +12,7 @@ import pytest
 
 from dflash_jax.models.caches import ContextCache
 from dflash_jax.parallel.mesh import Mesh
+from dflash_jax.spec import LayerMask
 from dflash_jax.state import paged_kv as module
 from dflash_jax.state.paged_kv import PagedKVCache, Place
 from dflash_jax.train.cache import SequenceCache
@@ -126,3 +127,15 @@ def test_a_kernel_a_pool(monkeypatch, joined, norms, devices):
     # One function a pool, since layers and shapes differ, and it is called once.
     assert text.count("xla.gpu.triton") == 2
     assert not any(f"stablehlo.{name} " in text for name in ("slice", "dynamic_slice", "concatenate"))
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_cudnn_attends_only_where_its_kv_heads_can_be_split(monkeypatch, is_fused):
+    """A mesh of four could not count the experts of a model of two kv heads."""
+    calls = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *_, **__: calls.append(q) or q)
+    q, k = numbers(1, 3, 4, 8, dtype=BF16), numbers(1, 3, 2, 8, dtype=BF16)
+    cache = SequenceCache({0: jnp.asarray(k)}, {0: jnp.asarray(k)}, is_fused=is_fused)
+    cache.attend(0, jnp.asarray(q), jnp.arange(3)[None], jnp.array([3]), LayerMask("causal"))
+    assert len(calls) == is_fused

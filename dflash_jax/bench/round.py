@@ -14,6 +14,7 @@ import json
 import shlex
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -265,7 +266,10 @@ def _row(
         else:
             figures = _decode_cell(args, engine, cell, bandwidth, budget, now)
         return row | figures
-    except (DFlashError, jax.errors.JaxRuntimeError) as error:
+    except DFlashError as error:
+        return row | {"failed": str(error)}
+    except jax.errors.JaxRuntimeError as error:
+        traceback.print_exc()  # its first line may say no more than that something failed
         return row | {"failed": str(error).splitlines()[0]}
     finally:
         finish(engine, [*engine.scheduler.waiting, *(r.sequence for r in engine.scheduler.running)])

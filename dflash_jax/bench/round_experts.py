@@ -42,7 +42,8 @@ def experts_touched(engine: Engine, sequences: Seq[Sequence], length: int) -> fl
         target = bind_target(params, engine.spec)
         positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
         model = TargetModel(target.config, target.devices)
-        _, kept = model.apply({"params": params}, tokens, positions, SequenceCache(), mutable="intermediates")
+        cache = SequenceCache(is_fused=False)
+        _, kept = model.apply({"params": params}, tokens, positions, cache, mutable="intermediates")
         return jax.tree.leaves(kept)
 
     layers = chosen(engine.runner.params[0], tokens)

@@ -36,10 +36,12 @@ class SequenceCache(ContextCache):
     Attributes:
         keys: of each layer that has been written, after norm and RoPE.
         values: of the same layers.
+        is_fused: whether cuDNN attends, on a GPU in bfloat16; XLA splits it over devices only if they divide kv heads.
     """
 
     keys: dict[int, Float[Array, "B T K H"]] = field(default_factory=dict)
     values: dict[int, Float[Array, "B T K H"]] = field(default_factory=dict)
+    is_fused: bool = field(default=True, metadata={"static": True})
 
     def write(
         self,
@@ -83,9 +85,10 @@ class SequenceCache(ContextCache):
         kv_length: Int[Array, " B"],
         mask: LayerMask,
     ) -> Float[Array, "B T N H"]:
-        """Attend causally from every row over the rows up to it; on a GPU in bfloat16 with cuDNN."""
+        """Attend causally from every row over the rows up to it."""
         keys, values = self.keys[layer], self.values[layer]
-        if q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu" and q.shape[-1] <= CUDNN_HEAD_DIM:
+        is_fit = q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu" and q.shape[-1] <= CUDNN_HEAD_DIM
+        if self.is_fused and is_fit:
             window = None if mask.window is None else (mask.window - 1, 0)
             return jax.nn.dot_product_attention(
                 q, keys, values, is_causal=True, local_window_size=window, implementation="cudnn"
