@@ -10,10 +10,11 @@ import pytest
 from dflash_jax import LLM
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.engine.device import memory
+from dflash_jax.engine.device.steps import bind
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import target_config
 from dflash_jax.weights.loader import load_params
-from tests.pairs import TARGET, golden_cases, golden_llm, greedy, prompt, tokens_of, write_model
+from tests.pairs import TARGET, empty_cache, golden_cases, golden_llm, greedy, prompt, tokens_of, write_model
 from tests.test_kv_scales import LLAMA, caches_of, step, write_unbalanced
 
 BUDGET = 200_000  # bytes: too few for all cases side by side
@@ -22,6 +23,23 @@ INT4 = {"kv_cache_dtype": "int4_had", "max_num_seqs": 2}
 
 def cases_of(name, number=2):
     return [prompt(*case["input_ids"]) for case in golden_cases(name)[:number]]
+
+
+def keys_are_rounded_for_256_tokens_at_random(runner):
+    """Offsets are mean keys of all but the first four, over a dense cache; the target's alone."""
+    spec, tokens = runner.spec, 256
+    if spec.target.recurrent_layers:  # which have no dense cache here
+        return
+    target, _ = bind(runner.params, spec)
+    text = np.random.default_rng(0).integers(spec.target.vocab_size, size=(1, tokens), dtype=np.int32)
+    positions = jnp.arange(tokens)[None]
+    *_, cache = target(jnp.asarray(text), positions, empty_cache(spec.target, tokens))
+    means = np.stack([np.asarray(keys)[0, 4:].mean(0) for keys in cache.keys])
+    assert np.abs(means).max() > 0.1
+    rounding = runner.caches.target.k_rounding
+    np.testing.assert_allclose(rounding.offset, means, atol=2e-3)
+    assert 100 < np.abs(np.asarray(rounding.feedback)).max() < 4096  # of 1024 for 1
+    assert runner.caches.draft.k_rounding is None
 
 
 @pytest.mark.parametrize("name", ["qwen3_full", pytest.param("q35_dense", marks=pytest.mark.long)])
@@ -39,6 +57,7 @@ def test_speculation_is_lossless(name):
     assert {pool.dtype for pool in (*llm.engine.runner.caches.target.keys, *llm.engine.runner.caches.draft.keys)} == {
         jnp.dtype(jnp.int4)
     }
+    keys_are_rounded_for_256_tokens_at_random(llm.engine.runner)
     assert drafted == tokens_of(golden_llm(name, drafter=False, **INT4, page_size=16).generate(cases, greedy(80)))
     assert drafted != [case["output_ids"] for case in golden_cases(name)[2:4]]  # of float32: the format is felt
 

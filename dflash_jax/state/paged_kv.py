@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import LayerMask
 from pallas_kernels import Rotary, paged_attention, write_attend, write_context, write_kv
-from pallas_kernels.lib.int4_kv import Int4Pages
+from pallas_kernels.lib.int4_kv import Int4Pages, KeyRounding
 
 _POOL, _HEADS, _HEAD = PartitionSpec(None, "tp"), PartitionSpec(None, None, "tp"), PartitionSpec("tp")
 
@@ -43,6 +43,7 @@ class PagedKVCache:
         values: pools of values, as `keys`.
         k_scale: factor from a stored key to the key, by layer and kv head; None is 1.
         v_scale: factor from a stored value to the value, as `k_scale`.
+        k_rounding: how keys in 4 bits are rounded, by layer; None for others.
         tables: for each group, the page of every S positions of B sequences; a negative entry keeps nothing.
         valid_from: for each group, the first position of each sequence that is kept.
         places: where each layer keeps its pages; None for a layer without keys and values.
@@ -53,6 +54,7 @@ class PagedKVCache:
     values: list[Float[Array, "_ K S H"] | Int4Pages]
     k_scale: Float[Array, "L K"] | None = None
     v_scale: Float[Array, "L K"] | None = None
+    k_rounding: KeyRounding | None = None
     tables: tuple[Int[Array, "B M"], ...] = ()
     valid_from: tuple[Int[Array, " B"], ...] = ()
     places: tuple[Place | None, ...] = field(default=(), metadata={"static": True})
@@ -71,9 +73,9 @@ class PagedKVCache:
         Keys and values at negative positions, or at positions without a page, are not stored.
         """
         slots = self._slots(self._place(layer), positions)
-        specs = (_POOL, _POOL, _HEADS, PartitionSpec(), PartitionSpec(), _HEAD, _HEAD)
+        specs = (_POOL, _POOL, _HEADS, PartitionSpec(), PartitionSpec(), _HEAD, _HEAD, _HEAD)
         write = self._per_device(_write, specs, (_HEADS, _POOL, _POOL), layer)
-        q, *pools = write(*self._pools(layer), heads, slots, rotary, *self._scales_of(layer))
+        q, *pools = write(*self._pools(layer), heads, slots, rotary, *self._scales_of(layer), self._rounding_of(layer))
         return q, self._with_pools(layer, *pools)
 
     @jax.named_scope("write_kv")
@@ -89,13 +91,14 @@ class PagedKVCache:
         for layer in range(len(self.places)):
             place = self._place(layer)
             first_pages[place.group, place.pool][layer] = place.first_page
-        specs = (_POOL, _POOL, _HEADS, *[PartitionSpec()] * 3, *[PartitionSpec(None, "tp")] * 2)
+        specs = (_POOL, _POOL, _HEADS, *[PartitionSpec()] * 3, *[PartitionSpec(None, "tp")] * 3)
         keys, values = list(self.keys), list(self.values)
         for (group, i), of_layers in first_pages.items():
             slots = self._slots(Place(group, i, 0), positions)
             function = partial(_write_context, first_pages=of_layers)
             write = self._per_device(function, specs, (_POOL, _POOL), next(iter(of_layers)))
-            keys[i], values[i] = write(keys[i], values[i], heads, slots, rotary, k_norms, *self._scales())
+            inputs = (heads, slots, rotary, k_norms)
+            keys[i], values[i] = write(keys[i], values[i], *inputs, *self._scales(), self.k_rounding)
         return replace(self, keys=keys, values=values)
 
     @jax.named_scope("paged_attention")
@@ -125,10 +128,11 @@ class PagedKVCache:
     ) -> tuple[Float[Array, "B T N H"], PagedKVCache]:
         """`write`, then `attend` with its queries, in one kernel where that is faster."""
         slots = self._slots(self._place(layer), positions)
-        specs = (_POOL, _POOL, _HEADS, *[PartitionSpec()] * 6, _HEAD, _HEAD)
+        specs = (_POOL, _POOL, _HEADS, *[PartitionSpec()] * 6, _HEAD, _HEAD, _HEAD)
         both = self._per_device(partial(_write_attend, mask=mask), specs, (_HEADS, _POOL, _POOL), layer)
         tables = self._tables(layer, positions, kv_length)
-        out, *pools = both(*self._pools(layer), heads, slots, rotary, *tables, *self._scales_of(layer))
+        scales, rounding = self._scales_of(layer), self._rounding_of(layer)
+        out, *pools = both(*self._pools(layer), heads, slots, rotary, *tables, *scales, rounding)
         return out, self._with_pools(layer, *pools)
 
     def _tables(self, layer: int, positions: Int[Array, "B T"], kv_length: Int[Array, " B"]) -> tuple[Array, ...]:
@@ -168,6 +172,9 @@ class PagedKVCache:
     def _scales_of(self, layer: int) -> list[Float[Array, " K"]]:
         return [scale[layer] for scale in self._scales()]
 
+    def _rounding_of(self, layer: int) -> KeyRounding | None:
+        return self.k_rounding and self.k_rounding.of_layer(layer)
+
     def _kv_heads(self, layer: int) -> int:
         return self._pools(layer)[0].shape[1]
 
@@ -178,12 +185,16 @@ class PagedKVCache:
         return self.mesh.on_each(function, in_specs, out_specs)
 
 
-def _write(k_pages, v_pages, heads, slots, rotary, k_scale, v_scale):
-    return write_kv(k_pages, v_pages, heads, slots, rotary, k_scale=k_scale, v_scale=v_scale)
+def _write(k_pages, v_pages, heads, slots, rotary, k_scale, v_scale, k_rounding):
+    options = {"k_scale": k_scale, "v_scale": v_scale, "k_rounding": k_rounding}
+    return write_kv(k_pages, v_pages, heads, slots, rotary, **options)
 
 
-def _write_context(k_pages, v_pages, heads, slots, rotary, k_norms, k_scale, v_scale, *, first_pages: dict[int, int]):
-    return write_context(k_pages, v_pages, heads, slots, rotary, k_norms, first_pages, k_scale=k_scale, v_scale=v_scale)
+def _write_context(
+    k_pages, v_pages, heads, slots, rotary, k_norms, k_scale, v_scale, k_rounding, *, first_pages: dict[int, int]
+):
+    options = {"k_scale": k_scale, "v_scale": v_scale, "k_rounding": k_rounding}
+    return write_context(k_pages, v_pages, heads, slots, rotary, k_norms, first_pages, **options)
 
 
 def _attend(q, k_pages, v_pages, table, kv_length, q_length, valid_from, k_scale, v_scale, *, mask: LayerMask):
@@ -193,8 +204,9 @@ def _attend(q, k_pages, v_pages, table, kv_length, q_length, valid_from, k_scale
 
 
 def _write_attend(
-    k_pages, v_pages, heads, slots, rotary, table, kv_length, q_length, valid_from, k_scale, v_scale, *, mask: LayerMask
-):
+    k_pages, v_pages, heads, slots, rotary, table, kv_length, q_length, valid_from, k_scale, v_scale, k_rounding, *,
+    mask: LayerMask,
+):  # fmt: skip
     options = {"mask": mask.mask, "window": mask.window, "valid_from": valid_from}
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    scales = {"k_scale": k_scale, "v_scale": v_scale, "k_rounding": k_rounding}
     return write_attend(k_pages, v_pages, heads, slots, rotary, table, kv_length, q_length, **options, **scales)

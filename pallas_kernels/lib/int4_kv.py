@@ -4,7 +4,10 @@ A stored number n stands for ``(n - 7.5) * scale + middle``. Keys are rotated by
 before they are rounded, which spreads the few large elements that a key tends to have over all of them; queries get the
 same rotation, which is orthogonal, so that q.k stays as it is. Values are rounded as they are.
 
-Source: rotation as in QuaRot (arXiv 2404.00456), asymmetric rounding a token as in KIVI (arXiv 2402.02750).
+How keys are rounded is free, and `KeyRounding` says how to do it for little error of their products with queries.
+
+Source: rotation as in QuaRot (arXiv 2404.00456), asymmetric rounding a token as in KIVI (arXiv 2402.02750), feedback of
+errors as in GPTQ (arXiv 2210.17323), which is Babai's nearest plane.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt8
+from jax import lax
+from jaxtyping import Array, Float, Int, Int16, UInt8
 
 from pallas_kernels import _compat
 
@@ -27,8 +31,14 @@ CENTRE = HIGHEST / 2  # the number, between two, that stands for the middle; hal
 # bits, but ends at 65504, where bfloat16 and float32 heads need not: scale and middle are clipped, never infinite.
 SCALE_DTYPE = jnp.dtype(jnp.float16)
 LEAST_HEAD, MOST_HEAD = 16, 256  # head sizes, which must be powers of two
-STEP_UNITS = 256  # `refitted` counts elements in such parts of a step
+# Errors and fits are computed in integers, whose sums have no order: a token must be stored alike by a prefill and a
+# round.
+STEP_BITS = 8
+STEP_UNITS, HALF_STEP = 1 << STEP_BITS, 1 << (STEP_BITS - 1)  # parts of a scale in which elements are counted
 MOST_UNITS = STEP_UNITS * 8  # of an element from the middle; more than 7.5 steps come of rounding the scale alone
+BLOCK = 4  # elements that are rounded at once; one at a time gave products 3 % less error, and takes four times as long
+ONE_BITS = 10  # a weight of the feedback is a multiple of 2 ** -10
+MOST_FEEDBACK, MOST_ERROR = 4.0, 2 * STEP_UNITS  # clips, so that 256 products of both stay below 2 ** 31
 
 
 @jax.tree_util.register_dataclass
@@ -64,6 +74,27 @@ class Int4Pages:
     def dtype(self) -> Any:
         """int4."""
         return DTYPE
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KeyRounding:
+    """How the keys of each kv head are rounded to 4 bits, which attention takes no notice of.
+
+    Attributes:
+        offset: float32, subtracted from each key after RoPE: a query's products with all keys change by one number,
+            which the softmax takes out.
+        feedback: int16, in units of ``2 ** -10``: row j says what is added to each element i < j of a rotated key
+            before it is rounded, for each unit by which element j was rounded down. So errors cancel in products with
+            queries.
+    """
+
+    offset: Float[Array, "*L K H"]
+    feedback: Int16[Array, "*L K H H"]
+
+    def of_layer(self, layer: int) -> KeyRounding:
+        """That of one layer."""
+        return KeyRounding(self.offset[layer], self.feedback[layer])
 
 
 Pages = Float[Array, "P K S H"] | Int4Pages
@@ -121,19 +152,23 @@ def signs(size: int) -> np.ndarray[Any, np.dtype[np.int8]]:
     return matrix
 
 
-def quantised(x: Float[Array, "*T H"]) -> Int4Pages:
+def quantised(x: Float[Array, "*T H"], feedback: Int16[Array, "K H H"] | None = None) -> Int4Pages:
     """Heads in 4 bits, each over the range of its elements; keys must be rotated first.
 
     Scale and middle are rounded before the numbers are, so that the numbers make up for that rounding: an element is
     off by at most half a scale and ``2 ** -10`` of the largest, unless the largest is beyond float16's range. Then they
     are fitted to the numbers (`refitted`), which makes the sum of squared errors less, and single errors at times more.
+
+    Args:
+        x: heads; with feedback, [.., K, H].
+        feedback: as of `KeyRounding`, by which elements are off by more, and products with queries by less.
     """
     x = x.astype(jnp.float32)
     scale, middle = scale_and_middle(jnp.min(x, axis=-1), jnp.max(x, axis=-1))
-    numbers = numbers_of(x, scale[..., None], middle[..., None])
-    sums = sums_of(x, numbers, scale[..., None], middle[..., None])
-    scale, middle = refitted(scale, middle, [part.sum(-1) for part in sums], x.shape[-1])
-    low, high = jnp.split(numbers, 2, axis=-1)
+    units = units_of(x, scale[..., None], middle[..., None])
+    numbers = numbers_of(units) if feedback is None else _fed_back(units, feedback)
+    scale, middle = refitted(scale, middle, [part.sum(-1) for part in sums_of(units, numbers)], x.shape[-1])
+    low, high = jnp.split(numbers.astype(jnp.uint8), 2, axis=-1)
     return Int4Pages(low | (high << 4), scale, middle)
 
 
@@ -147,25 +182,21 @@ def scale_and_middle(least: jax.Array, most: jax.Array) -> tuple[jax.Array, jax.
     return jnp.minimum(scale, limit).astype(SCALE_DTYPE), jnp.clip(middle, -limit, limit).astype(SCALE_DTYPE)
 
 
-def numbers_of(x: jax.Array, scale: jax.Array, middle: jax.Array) -> jax.Array:
-    """The numbers 0 to 15, in 8 bits, that stand for elements in float32 given float16 scales and middles."""
-    step = scale.astype(jnp.float32)
-    n = (x - middle.astype(jnp.float32)) / jnp.where(step > 0, step, 1)
-    # Adding a half and cutting off rounds alike in jnp and in kernels, where there may be no rounding to even.
-    return jnp.clip(n + (CENTRE + 0.5), 0, HIGHEST + 0.5).astype(jnp.uint8)
-
-
-def sums_of(x: jax.Array, numbers: jax.Array, scale: jax.Array, middle: jax.Array) -> list[jax.Array]:
-    """What `refitted` takes the sums of over a head, int32, for each element.
-
-    Returns:
-        Odd integers o = 2 n - 15 for numbers n; their squares; elements u as multiples of a scale / `STEP_UNITS` from
-        the middle; products of o and u.
-    """
+def units_of(x: jax.Array, scale: jax.Array, middle: jax.Array) -> jax.Array:
+    """Elements in float32 as multiples of a scale / `STEP_UNITS` from their middle, int32."""
     step = scale.astype(jnp.float32)
     steps = (x - middle.astype(jnp.float32)) / jnp.where(step > 0, step, 1)
-    units = jnp.floor(jnp.clip(steps * STEP_UNITS, -MOST_UNITS, MOST_UNITS) + 0.5).astype(jnp.int32)
-    odd = 2 * numbers.astype(jnp.int32) - HIGHEST
+    return jnp.floor(jnp.clip(steps * STEP_UNITS, -MOST_UNITS, MOST_UNITS) + 0.5).astype(jnp.int32)
+
+
+def numbers_of(units: jax.Array) -> jax.Array:
+    """The numbers 0 to 15, int32, nearest to elements as of `units_of`."""
+    return jnp.clip((units + (HIGHEST + 1) * HALF_STEP) >> STEP_BITS, 0, HIGHEST)
+
+
+def sums_of(units: jax.Array, numbers: jax.Array) -> list[jax.Array]:
+    """What `refitted` takes the sums of over a head, int32: o, o * o, u and o * u, for o = 2 n - 15 and units u."""
+    odd = 2 * numbers - HIGHEST
     return [odd, odd * odd, units, odd * units]
 
 
@@ -194,6 +225,57 @@ def refitted(scale: jax.Array, middle: jax.Array, sums: list[jax.Array], size: i
     mean = jnp.floor(units.astype(jnp.float32) / size + 0.5)  # of units: 12 bits, as of the sum of the odd integers
     shift = old * (mean / STEP_UNITS) - fitted.astype(jnp.float32) * (odd.astype(jnp.float32) / (2 * size))
     return fitted, jnp.clip(middle.astype(jnp.float32) + shift, -limit, limit).astype(SCALE_DTYPE)
+
+
+def nearest(units: jax.Array, fed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Numbers 0 to 15, int32, of elements to which errors were fed back, and the elements' errors, in units.
+
+    Args:
+        units: as of `units_of`.
+        fed: sums of errors times weights.
+    """
+    wanted = units + ((fed + (1 << (ONE_BITS - 1))) >> ONE_BITS)
+    numbers = numbers_of(wanted)
+    return numbers, jnp.clip(units - (2 * numbers - HIGHEST) * HALF_STEP, -MOST_ERROR, MOST_ERROR)
+
+
+def _fed_back(units: Int[Array, "*T K H"], feedback: Int16[Array, "K H H"]) -> Int[Array, "*T K H"]:
+    """The numbers of heads, whose elements are rounded from the last to the first, a block at a time."""
+    blocks = units.shape[-1] // BLOCK
+
+    def step(i: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        fed, numbers = state
+        start = (blocks - 1 - i) * BLOCK
+        of_block = (lax.dynamic_slice_in_dim(x, start, BLOCK, axis=-1) for x in (units, fed))
+        rounded, errors = nearest(*of_block)
+        weights = lax.dynamic_slice_in_dim(feedback, start, BLOCK, axis=1).astype(jnp.int32)
+        # A sum of products of BLOCK arrays: a dot of integers would be slow on CPUs.
+        fed += sum(errors[..., j, None] * weights[:, j] for j in range(BLOCK))
+        return fed, lax.dynamic_update_slice_in_dim(numbers, rounded, start, axis=-1)
+
+    _, numbers = lax.fori_loop(0, blocks, step, (jnp.zeros_like(units), jnp.zeros_like(units)))
+    return numbers
+
+
+def feedback_of(moments: np.ndarray[Any, Any], damping: float) -> np.ndarray[Any, np.dtype[np.int16]]:
+    """The feedback [.., H, H] of `KeyRounding` for queries of these second moments [.., H, H], not rotated.
+
+    A key's error e costs ``e.M.e`` for the moments M = R^T R of the rotated queries, R upper triangular. Element j adds
+    ``R_ij e_j`` to what element i < j can still make good.
+
+    Args:
+        moments: means of the outer product of a query with itself.
+        damping: share of their mean that is added to the moments of each element, since queries to come may differ.
+    """
+    size = moments.shape[-1]
+    turn = signs(size) * size**-0.5
+    rotated_moments = turn @ moments @ turn
+    mean = np.maximum(np.trace(rotated_moments, axis1=-2, axis2=-1)[..., None, None] / size, 1e-30)
+    lower = np.linalg.cholesky(rotated_moments / mean + damping * np.eye(size))  # R^T: row j has R_ij
+    weights = np.tril(lower / np.diagonal(lower, axis1=-2, axis2=-1)[..., None, :], -1)
+    within = np.arange(size) // BLOCK
+    weights = np.where(within[:, None] == within, 0, weights)  # elements of a block are rounded at once
+    return np.rint(np.clip(weights, -MOST_FEEDBACK, MOST_FEEDBACK) * (1 << ONE_BITS)).astype(np.int16)
 
 
 def unpacked(numbers: UInt8[Array, "*T H2"]) -> UInt8[Array, "*T H"]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
-from pallas_kernels.lib.int4_kv import Pages, is_int4
+from pallas_kernels.lib.int4_kv import KeyRounding, Pages, is_int4
 from pallas_kernels.lib.masks import Mask
 from pallas_kernels.lib.rotary import Rotary
 
@@ -29,11 +29,13 @@ class Fresh:
         heads: each kv head has its query heads, its key and its value side by side.
         slots: where keys and values go in the pools, ``page * S + offset``; -1 writes nothing.
         rotary: norm and RoPE that the heads still need.
+        k_rounding: of keys in 4 bits, as for ``write_kv``.
     """
 
     heads: Float[Array, "B T K J H"]
     slots: Int[Array, "B T"]
     rotary: Rotary
+    k_rounding: KeyRounding | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
-from pallas_kernels.lib.int4_kv import Pages
+from pallas_kernels.lib.int4_kv import KeyRounding, Pages
 from pallas_kernels.lib.masks import Mask
 from pallas_kernels.lib.rotary import Rotary
 from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import Arguments, Fresh, checked
 from pallas_kernels.registry import FP8_GPUS
-from pallas_kernels.write_kv import check_heads
+from pallas_kernels.write_kv import check_heads, check_rounding
 
 Implementation = Literal["triton", "apart", "reference"]
 
@@ -57,6 +57,7 @@ def write_attend(
     k_scale: Float[Array, "*K"] | float = 1.0,
     v_scale: Float[Array, "*K"] | float = 1.0,
     valid_from: Int[Array, " B"] | None = None,
+    k_rounding: KeyRounding | None = None,
     implementation: Implementation | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Pages, Pages]:
@@ -80,6 +81,7 @@ def write_attend(
       k_scale: as for ``write_kv``.
       v_scale: as for ``write_kv``.
       valid_from: as for ``paged_attention``, but no later than the first of the tokens.
+      k_rounding: as for ``write_kv``.
       implementation: ``"triton"``, one kernel; ``"apart"``, the fastest write and the fastest attention one after the
         other; or ``"reference"``, both in plain jnp; None picks the fastest.
       interpret: run Triton kernels in Pallas' interpreter, on any backend (tests).
@@ -114,7 +116,8 @@ def write_attend(
         v_scale=v_scale,
         valid_from=valid_from,
     )
-    args = dataclasses.replace(args, fresh=Fresh(heads, slots.astype(jnp.int32), rotary))
+    check_rounding(k_pages, k_rounding, (K, H))
+    args = dataclasses.replace(args, fresh=Fresh(heads, slots.astype(jnp.int32), rotary, k_rounding))
     call = call_of(args, registry.Device.default(), interpret=interpret)
     run = WRITE_ATTEND.function(implementation, call, interpret=interpret)
     out, k_pages, v_pages = run(args)

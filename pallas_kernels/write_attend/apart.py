@@ -35,6 +35,7 @@ def _one_after_the_other(args: Arguments, implementation: Literal["reference"] |
         fresh.rotary,
         k_scale=args.k_scale,
         v_scale=args.v_scale,
+        k_rounding=fresh.k_rounding,
         implementation=implementation,
         interpret=interpret,
     )

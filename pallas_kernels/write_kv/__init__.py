@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
 from pallas_kernels.lib import int4_kv
-from pallas_kernels.lib.int4_kv import Pages
+from pallas_kernels.lib.int4_kv import KeyRounding, Pages
 from pallas_kernels.lib.rotary import Rotary
 from pallas_kernels.registry import FP8_GPUS
 
@@ -39,6 +39,7 @@ def write_kv(
     *,
     k_scale: Float[Array, "*K"] | float = 1.0,
     v_scale: Float[Array, "*K"] | float = 1.0,
+    k_rounding: KeyRounding | None = None,
     implementation: Implementation | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "*T N H"], Pages, Pages]:
@@ -58,6 +59,7 @@ def write_kv(
         ``slots``; None leaves heads as they are.
       k_scale: key = stored key * k_scale, so keys are divided by it: a scalar, or one number a kv head.
       v_scale: likewise for values.
+      k_rounding: for pools in 4 bits only, how keys are rounded; None subtracts nothing and rounds to nearest.
       implementation: ``"triton"`` or ``"reference"``; None picks Triton on NVIDIA GPUs that know fp8 (from sm_89).
       interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
 
@@ -74,6 +76,7 @@ def write_kv(
     """
     check_heads(k_pages, v_pages, heads, slots, rotary)
     tokens, K, J, H = slots.size, *heads.shape[-3:]
+    check_rounding(k_pages, k_rounding, (K, H))
     run = WRITE_KV.function(implementation, (k_pages,), interpret=interpret)
     queries, k_pages, v_pages = run(
         k_pages,
@@ -83,6 +86,7 @@ def write_kv(
         None if rotary is None else _flat(rotary),
         _scales("k_scale", k_scale, (K,)),
         _scales("v_scale", v_scale, (K,)),
+        k_rounding,
     )
     return queries.reshape(*slots.shape, K * (J - 2), H), k_pages, v_pages
 
@@ -98,6 +102,7 @@ def write_context(
     *,
     k_scale: Float[Array, "L K"] | float = 1.0,
     v_scale: Float[Array, "L K"] | float = 1.0,
+    k_rounding: KeyRounding | None = None,
     implementation: Implementation | None = None,
     interpret: bool = False,
 ) -> tuple[Pages, Pages]:
@@ -118,6 +123,7 @@ def write_context(
       first_pages: static; the layers to write, counted from 0, with the first page of each in the pools.
       k_scale: key = stored key * k_scale: a scalar, or one number a layer and kv head.
       v_scale: likewise for values.
+      k_rounding: as for `write_kv`, of each layer.
       implementation: as for `write_kv`.
       interpret: as for `write_kv`.
 
@@ -137,6 +143,7 @@ def write_context(
     for k_norm in k_norms:
         _check_rotary(replace(rotary, k_norm=k_norm), slots.shape, heads[0].shape[-3:])
     scales_shape = len(k_norms), k_pages.shape[1]
+    check_rounding(k_pages, k_rounding, (*scales_shape, k_pages.shape[-1]))
     run = WRITE_CONTEXT.function(implementation, (k_pages,), interpret=interpret)
     k_pages, v_pages = run(
         k_pages,
@@ -147,6 +154,7 @@ def write_context(
         list(k_norms),
         _scales("k_scale", k_scale, scales_shape),
         _scales("v_scale", v_scale, scales_shape),
+        k_rounding,
         first_pages=tuple(first_pages.items()),
     )
     return k_pages, v_pages
@@ -157,6 +165,15 @@ def check_heads(k_pages: Any, v_pages: Any, heads: Any, slots: Any, rotary: Rota
     _check_pools(k_pages, v_pages, slots)
     _check_heads(heads, slots, k_pages)
     _check_rotary(rotary, slots.shape, heads.shape[-3:])
+
+
+def check_rounding(k_pages: Pages, rounding: KeyRounding | None, shape: tuple[int, ...]) -> None:
+    """Raise ValueError for a rounding of keys that does not suit the heads, or the dtype of the pool."""
+    if rounding is None:
+        return
+    shapes = [list(rounding.offset.shape), list(rounding.feedback.shape)]
+    if shapes != [[*shape], [*shape, shape[-1]]] or not int4_kv.is_int4(k_pages):
+        raise ValueError(f"k_rounding must be of keys {list(shape)} in 4 bits; got {shapes} and {k_pages.dtype}")
 
 
 def _flat(rotary: Rotary) -> Rotary:

@@ -12,18 +12,22 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
 from pallas_kernels.lib import int4_kv
-from pallas_kernels.lib.int4_kv import Pages
+from pallas_kernels.lib.int4_kv import KeyRounding, Pages
 from pallas_kernels.lib.rotary import Rotary, pairs_of, split_heads
 
 
-def quantised(x: jax.Array, scale: Float[Array, " K"], pool: Pages, *, is_key: bool) -> Any:
+def quantised(
+    x: jax.Array, scale: Float[Array, " K"], pool: Pages, *, is_key: bool, rounding: KeyRounding | None = None
+) -> Any:
     """``x / scale`` as a pool stores it; x is [.., K, H].
 
     Floating numbers are clipped first, since a cast that overflows makes NaN or inf; keys in 4 bits are rotated.
     """
-    y = x.astype(jnp.float32) / scale[:, None].reshape((1,) * (x.ndim - 2) + (-1, 1))
+    wide = x.astype(jnp.float32)
+    y = (wide if rounding is None else wide - rounding.offset) / scale[:, None].reshape((1,) * (x.ndim - 2) + (-1, 1))
     if int4_kv.is_int4(pool):
-        return int4_kv.quantised(int4_kv.rotated(y) if is_key else y)
+        feedback = None if rounding is None else rounding.feedback
+        return int4_kv.quantised(int4_kv.rotated(y) if is_key else y, feedback)
     limit = _compat.max_finite(pool.dtype)
     return jnp.clip(y, -limit, limit).astype(pool.dtype)
 
@@ -36,6 +40,7 @@ def write_kv(
     rotary: Rotary | None,
     k_scale: Float[Array, " K"],
     v_scale: Float[Array, " K"],
+    k_rounding: KeyRounding | None,
 ) -> tuple[Float[Array, "T N H"], Pages, Pages]:
     """Scatters with ``.at[].set``, in place where the pools are donated; see ``pallas_kernels.write_kv``."""
     P, _, S, _ = k_pages.shape
@@ -46,7 +51,8 @@ def write_kv(
         return array.at[page, :, offset].set(x, mode="drop")
 
     queries, k, v = split_heads(heads, rotary)
-    k, v = quantised(k, k_scale, k_pages, is_key=True), quantised(v, v_scale, v_pages, is_key=False)
+    k = quantised(k, k_scale, k_pages, is_key=True, rounding=k_rounding)
+    v = quantised(v, v_scale, v_pages, is_key=False)
     return queries, jax.tree.map(scatter, k_pages, k), jax.tree.map(scatter, v_pages, v)
 
 
@@ -59,6 +65,7 @@ def write_context(
     k_norms: Sequence[Float[Array, " H"] | None],
     k_scale: Float[Array, "L K"],
     v_scale: Float[Array, "L K"],
+    k_rounding: KeyRounding | None,
     *,
     first_pages: Sequence[tuple[int, int]],
 ) -> tuple[Pages, Pages]:
@@ -74,5 +81,6 @@ def write_context(
             replace(rotary, k_norm=k_norms[layer]),
             k_scale[layer],
             v_scale[layer],
+            k_rounding and k_rounding.of_layer(layer),
         )
     return k_pages, v_pages

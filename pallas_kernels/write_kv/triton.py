@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import _compat
 from pallas_kernels.lib.halves import Halves, half_rows, positioned, quantised, scaled
 from pallas_kernels.lib.int4_halves import packed
-from pallas_kernels.lib.int4_kv import Pages, is_int4, narrow_bytes
+from pallas_kernels.lib.int4_kv import KeyRounding, Pages, is_int4, narrow_bytes
 from pallas_kernels.lib.rotary import Rotary, pairs_of
 
 _GIB = 1 << 30
@@ -46,6 +46,7 @@ def write_kv(
     rotary: Rotary | None,
     k_scale: Float[Array, " K"],
     v_scale: Float[Array, " K"],
+    k_rounding: KeyRounding | None,
     *,
     interpret: bool = False,
     num_warps: int = 1,
@@ -57,7 +58,7 @@ def write_kv(
     shape = (T, K * (J - 2), H)
     if T == 0:
         return heads.reshape(shape), k_pages, v_pages
-    operands = (k_pages, v_pages, heads, slots, rotary, k_scale, v_scale)
+    operands = (k_pages, v_pages, heads, slots, rotary, k_scale, v_scale, k_rounding)
     queries = [(shape, heads.dtype)] * (J > 2)
     k_pages, v_pages, *outputs = _call(
         _write, operands, queries, grid=(T, K), num_warps=num_warps, interpret=interpret, name="write_kv"
@@ -75,6 +76,7 @@ def write_context(
     k_norms: Sequence[Float[Array, " H"] | None],
     k_scale: Float[Array, "L K"],
     v_scale: Float[Array, "L K"],
+    k_rounding: KeyRounding | None,
     *,
     first_pages: tuple[tuple[int, int], ...],
     interpret: bool = False,
@@ -84,7 +86,7 @@ def write_context(
         raise NotImplementedError(reason)
     if slots.size == 0:
         return k_pages, v_pages
-    operands = (k_pages, v_pages, heads, slots, rotary, k_norms, k_scale, v_scale)
+    operands = (k_pages, v_pages, heads, slots, rotary, k_norms, k_scale, v_scale, k_rounding)
     kernel, grid = functools.partial(_write_context, first_pages=first_pages), (slots.size, k_pages.shape[1])
     pools = _call(kernel, operands, [], grid=grid, num_warps=1, interpret=interpret, name="write_context")
     return pools[0], pools[1]
@@ -110,7 +112,7 @@ def _call(
 
 
 def _write(
-    k_in: Any, v_in: Any, heads: Any, slots: Any, rotary: Any, k_scale: Any, v_scale: Any,
+    k_in: Any, v_in: Any, heads: Any, slots: Any, rotary: Any, k_scale: Any, v_scale: Any, k_rounding: Any,
     k_pages: Any, v_pages: Any, *queries: Any,
 ) -> None:  # fmt: skip
     """One program: one token's heads of one kv head. ``rotary`` is a Rotary of references."""
@@ -139,7 +141,8 @@ def _write(
             pltriton.store(target, x, mask=exists)
 
     # All loads come before the branch, so that none of them waits for the load of the slot.
-    k, v = _encoded(k, k_scale[head], k_pages, is_key=True), _encoded(v, v_scale[head], v_pages, is_key=False)
+    k = _encoded(k, k_scale[head], k_pages, is_key=True, rounding=k_rounding, head=(head,))
+    v = _encoded(v, v_scale[head], v_pages, is_key=False)
 
     @pl.when(slot >= 0)
     def _():
@@ -148,7 +151,7 @@ def _write(
 
 def _write_context(
     k_in: Any, v_in: Any, heads: Any, slots: Any, rotary: Any, k_norms: Any, k_scale: Any, v_scale: Any,
-    k_pages: Any, v_pages: Any, *, first_pages: Sequence[tuple[int, int]],
+    k_rounding: Any, k_pages: Any, v_pages: Any, *, first_pages: Sequence[tuple[int, int]],
 ) -> None:  # fmt: skip
     """One program: one token's keys and values of one kv head, for all layers of the pool."""
     del k_in, v_in  # the outputs are aliases of them
@@ -164,7 +167,7 @@ def _write_context(
     stored = []
     for (layer, first_page), (k, v) in zip(first_pages, loaded, strict=True):
         k = _positioned(k, k_norms[layer], rotary, token)
-        key = _encoded(k, k_scale[layer, head], k_pages, is_key=True)
+        key = _encoded(k, k_scale[layer, head], k_pages, is_key=True, rounding=k_rounding, head=(layer, head))
         stored.append((first_page, key, _encoded(v, v_scale[layer, head], v_pages, is_key=False)))
 
     @pl.when(slot >= 0)
@@ -179,10 +182,12 @@ def _halves(ref: Any, *index: Any) -> Halves:
     return [ref[*index, pl.ds(start, half)] for start in (0, half)]
 
 
-def _encoded(x: Halves, scale: Any, pages: Any, *, is_key: bool) -> Any:
+def _encoded(
+    x: Halves, scale: Any, pages: Any, *, is_key: bool, rounding: KeyRounding | None = None, head: tuple[Any, ...] = ()
+) -> Any:
     """A key or a value as the pages keep it: halves of floating numbers, or 4-bit numbers with scale and middle."""
     if is_int4(pages):
-        return packed(x, scale, is_key=is_key)
+        return packed(x, scale, is_key=is_key, rounding=rounding, head=head)
     return quantised(x, scale, pages.dtype)
 
 

@@ -153,8 +153,10 @@ def test_a_write_rotates_keys_and_rounds_both(write):
 def test_the_kernel_stores_the_reference_s_numbers(H):
     rng = np.random.default_rng(H)
     heads, slots = rng.standard_normal((T, K, 3, H)).astype(np.float32), np.arange(T, dtype=np.int32)
-    by_reference = jax.jit(functools.partial(write_kv, implementation="reference"))(*pools(H), heads, slots)
-    by_kernel = write_kv(*pools(H), heads, slots, implementation="triton", interpret=not ON_GPU)
+    rounding, _ = some_rounding(K, H)
+    reference = jax.jit(functools.partial(write_kv, implementation="reference"))
+    by_reference = reference(*pools(H), heads, slots, k_rounding=rounding)
+    by_kernel = write_kv(*pools(H), heads, slots, k_rounding=rounding, implementation="triton", interpret=not ON_GPU)
     for found, expected in zip(jax.tree.leaves(by_kernel), jax.tree.leaves(by_reference), strict=True):
         # Sums in another order may move an element over the border between two numbers, and a scale by a last bit.
         apart = np.asarray(found, np.float64) - np.asarray(expected, np.float64)
@@ -164,12 +166,82 @@ def test_the_kernel_stores_the_reference_s_numbers(H):
             assert np.abs(apart).max() <= 2e-3 * np.abs(np.asarray(expected, np.float64)).max()
 
 
+def some_rounding(*shape, rank=8, seed=4):
+    """Offsets [.., H], and the feedback for queries that mostly lie in a few directions; with these queries."""
+    rng, H = np.random.default_rng(seed), shape[-1]
+    queries = rng.standard_normal((*shape[:-1], 200, rank)) @ rng.standard_normal((*shape[:-1], rank, H))
+    queries += 0.2 * rng.standard_normal(queries.shape)
+    moments = np.einsum("...qh,...qi->...hi", queries, queries) / queries.shape[-2]
+    offset = rng.standard_normal(shape).astype(np.float32)
+    return int4_kv.KeyRounding(offset, int4_kv.feedback_of(moments, 0.1)), queries
+
+
+def test_an_offset_is_subtracted_from_keys_alone(write):
+    rng, slots, H = np.random.default_rng(8), np.arange(T, dtype=np.int32), 64
+    heads = rng.integers(-8, 8, (T, K, 3, H)).astype(np.float32)
+    offset, none = rng.integers(-3, 3, (K, H)).astype(np.float32), np.zeros((K, H, H), np.int16)
+    shifted = heads.copy()
+    shifted[:, :, 1] -= offset
+    q, *found = write(*pools(H), heads, slots, k_rounding=int4_kv.KeyRounding(offset, none))
+    _, *expected = write(*pools(H), shifted, slots)
+    np.testing.assert_array_equal(q, heads[:, :, 0])
+    for array, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        same_bits(array, np.asarray(other))
+
+
+def test_feedback_lowers_the_error_of_products_with_queries(write):
+    rng, slots, H = np.random.default_rng(8), np.arange(T, dtype=np.int32), 64
+    heads, (rounding, queries) = rng.standard_normal((T, K, 3, H)).astype(np.float32), some_rounding(K, H)
+    heads[:, :, 1] += rounding.offset
+    exact = heads[:, :, 1] - rounding.offset
+
+    def wrong(**options):
+        _, keys, values = write(*pools(H), heads, slots, **options)
+        stored = elements(keys)[slots // S, :, slots % S] @ sylvester(H) / H**0.5
+        off = stored - (exact if options else heads[:, :, 1])
+        return np.sqrt(np.square(np.einsum("tkh,kqh->tkq", off, queries)).mean()), values
+
+    (fed, with_feedback), (plain, without) = wrong(k_rounding=rounding), wrong()
+    assert fed < 0.4 * plain
+    for array, other in zip(jax.tree.leaves(with_feedback), jax.tree.leaves(without), strict=True):
+        same_bits(array, np.asarray(other))
+
+
+def test_an_offset_takes_out_what_all_keys_share():
+    """Keys with a large common part: attention over what is left of them is nearer to exact attention."""
+    rng, H, count = np.random.default_rng(9), 64, 32
+    heads = rng.standard_normal((1, count, 2, 4, H)).astype(np.float32)
+    common = 8 * rng.standard_normal((2, H)).astype(np.float32)
+    heads[:, :, :, 2] += common
+    angles = np.zeros((1, count, H // 2), np.float32)
+    slots, table = np.arange(count, dtype=np.int32)[None], np.arange(count // S, dtype=np.int32)[None]
+    tables, rotary = (table, np.int32([count]), np.int32([count])), Rotary(np.cos(angles), np.sin(angles))
+    run = jax.jit(functools.partial(write_attend, implementation="reference"))
+    wide = [np.zeros((P, 2, S, H), np.float32) for _ in "kv"]
+    narrow = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), int4_kv.shapes((P, 2, S, H))) for _ in "kv"]
+    exact = run(*wide, heads, slots, rotary, *tables)[0]
+    rounding = int4_kv.KeyRounding(common, np.zeros((2, H, H), np.int16))
+    plain = run(*narrow, heads, slots, rotary, *tables)[0]
+    shifted = run(*narrow, heads, slots, rotary, *tables, k_rounding=rounding)[0]
+    assert error(shifted, exact) < 0.5 * error(plain, exact)
+
+
+def test_a_rounding_is_for_4_bits_and_of_each_head():
+    heads, slots = np.zeros((1, K, 3, 32), np.float32), np.zeros(1, np.int32)
+    wide = [np.zeros((P, K, S, 32), np.float32) for _ in "kv"]
+    for pages, shape in ((wide, (K, 32)), (pools(32), (K, 16))):
+        rounding = int4_kv.KeyRounding(np.zeros(shape, np.float32), np.zeros((*shape, shape[-1]), np.int16))
+        with pytest.raises(ValueError, match=r"k_rounding must be of keys \[\d, 32\] in 4 bits"):
+            write_kv(*pages, heads, slots, k_rounding=rounding)
+
+
 @by_implementation
 def test_a_context_is_a_write_for_each_layer(implementation, interpret):
     heads, rotary, norms = context(norms="norms")
     how, slots = {"implementation": implementation, "interpret": interpret}, some_slots()
     H = heads[0].shape[-1]
-    found = write_context(*pools(H, 3 * P), heads, slots, rotary, norms, FIRST_PAGES, **how)
+    rounding, _ = some_rounding(L, K, H)
+    found = write_context(*pools(H, 3 * P), heads, slots, rotary, norms, FIRST_PAGES, k_rounding=rounding, **how)
     write = jax.jit(functools.partial(write_kv, **how))
     k_pages, v_pages = pools(H, 3 * P)
     for layer, first_page in FIRST_PAGES.items():
@@ -179,6 +251,7 @@ def test_a_context_is_a_write_for_each_layer(implementation, interpret):
             heads[0][:, :, 2 * layer : 2 * layer + 2],
             np.where(slots < 0, -1, slots + first_page * S),
             dataclasses.replace(rotary, k_norm=norms[layer]),
+            k_rounding=rounding.of_layer(layer),
         )
     assert len(FIRST_PAGES) < L
     if ON_GPU and implementation == "reference":  # XLA fuses the two programs differently there: ties may round apart
@@ -304,12 +377,19 @@ def test_attention_lowers(T, N, K, H):
 def test_writes_lower(H):
     struct, pool = jax.ShapeDtypeStruct, int4_kv.shapes((300, 8, 64, H))
     table, weight, slots = struct((4, 16, H // 2), jnp.float32), struct((H,), BF16), struct((4, 16), jnp.int32)
-    f = functools.partial(write_kv, implementation="triton")
     heads, rotary = struct((4, 16, 8, 6, H), BF16), Rotary(table, table, weight, weight)
-    assert "xla.gpu.triton" in cuda_lowering(f, pool, pool, heads, slots, rotary)
 
-    def write(k_pages, v_pages, x, slots, rotary, norm):
-        return write_context(k_pages, v_pages, [x], slots, rotary, [norm, None], {0: 0, 1: 9}, implementation="triton")
+    def rounding(*shape):
+        return int4_kv.KeyRounding(struct(shape, F32), struct((*shape, H), jnp.int16))
 
-    heads = struct((4, 16, 8, 4, H), BF16)
-    assert "xla.gpu.triton" in cuda_lowering(write, pool, pool, heads, slots, Rotary(table, table), weight)
+    def f(k_pages, v_pages, x, slots, rotary, of_keys):
+        return write_kv(k_pages, v_pages, x, slots, rotary, k_rounding=of_keys, implementation="triton")
+
+    assert "xla.gpu.triton" in cuda_lowering(f, pool, pool, heads, slots, rotary, rounding(8, H))
+
+    def write(k_pages, v_pages, x, slots, rotary, norm, of_keys):
+        options = {"k_rounding": of_keys, "implementation": "triton"}
+        return write_context(k_pages, v_pages, [x], slots, rotary, [norm, None], {0: 0, 1: 9}, **options)
+
+    arguments = struct((4, 16, 8, 4, H), BF16), slots, Rotary(table, table), weight, rounding(2, 8, H)
+    assert "xla.gpu.triton" in cuda_lowering(write, pool, pool, *arguments)

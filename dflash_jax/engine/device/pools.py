@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from dflash_jax.state.layout import Layout
 from dflash_jax.state.paged_kv import PagedKVCache, Place
 from dflash_jax.weights.loader import KVScales
 from pallas_kernels.lib import int4_kv
-from pallas_kernels.lib.int4_kv import Pages
+from pallas_kernels.lib.int4_kv import KeyRounding, Pages
 
 ADDRESSABLE_BYTES = 2 << 30  # of the largest 8-bit pool below 4 GiB that Triton kernels can address
 
@@ -85,6 +86,7 @@ def make_caches(
     config: EngineConfig,
     mesh: Mesh,
     kv_scales: tuple[KVScales | None, KVScales | None] = (None, None),
+    key_rounding: KeyRounding | None = None,
 ) -> Caches:
     """Make empty pools for all layers, recurrent states, and room for deferred features.
 
@@ -95,13 +97,18 @@ def make_caches(
         config: dtypes of the pools.
         mesh: devices; kv heads are split over them where they divide evenly.
         kv_scales: scales of the target and of the drafter; only fp8 pools use them.
+        key_rounding: of the target's keys, if they are in 4 bits.
 
     Raises:
         ConfigError: the pools do not fit in the memory.
     """
 
     def cache(
-        model: DecoderConfig, groups: list[int | None], dtype: jnp.dtype, scales: KVScales | None
+        model: DecoderConfig,
+        groups: list[int | None],
+        dtype: jnp.dtype,
+        scales: KVScales | None,
+        rounding: KeyRounding | None = None,
     ) -> PagedKVCache:
         page = (model.num_key_value_heads, layout.page_size, model.head_dim)
         devices = mesh.size if mesh.share(page[0]) else 1
@@ -111,10 +118,14 @@ def make_caches(
         def pools() -> list[Pages]:
             return [_empty_pool((number, *page), dtype, mesh) for number in pages]
 
-        of_heads = {}
+        of_heads: dict[str, Any] = {}
         if scales is not None and dtype in FP8:
             place = mesh.place(("L", "K"), scales.k.shape)
             of_heads = {"k_scale": jax.device_put(scales.k, place), "v_scale": jax.device_put(scales.v, place)}
+        if rounding is not None:
+            parts = rounding.offset, rounding.feedback
+            places_of = (mesh.place(("L", "K", "H", "H")[: part.ndim], part.shape) for part in parts)
+            of_heads["k_rounding"] = KeyRounding(*map(jax.device_put, parts, places_of))
         return PagedKVCache(pools(), pools(), **of_heads, places=places, mesh=mesh)
 
     deferred = (config.max_num_seqs, DEFERRED, feature_size(target, draft))
@@ -125,6 +136,7 @@ def make_caches(
                 [FULL if i in target.attention_layers else None for i in range(target.num_hidden_layers)],
                 config.kv_cache_dtype,
                 kv_scales[0],
+                key_rounding,
             ),
             draft=PagedKVCache([], [], mesh=mesh),
             features=jnp.zeros(deferred, config.dtype, device=mesh.place(("Q", "R", "C"), deferred)),

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from dflash_jax.engine.device.acceptance import Confirm, accepted
 from dflash_jax.engine.device.budget import has_room, log_peak
 from dflash_jax.engine.device.controls import empty_controls
+from dflash_jax.engine.device.key_rounding import key_rounding
 from dflash_jax.engine.device.model import Model
 from dflash_jax.engine.device.pools import make_caches
 from dflash_jax.engine.device.shapes import StepShape
@@ -64,6 +65,7 @@ class ModelRunner:
         self._store = programs()
         self.confirm = accepted
         self._hand_over()
+        self._key_rounding = key_rounding(self._flat_params, spec, config)
         self._make_state()
         self._has_room = has_room(self._flat_params.leaves)  # once the caches are made
 
@@ -77,8 +79,8 @@ class ModelRunner:
 
     def _make_state(self) -> None:
         slots, vocab_size = self._config.max_num_seqs, self.spec.target.vocab_size
-        layout, config = self._layout, self._config
-        self.caches = make_caches(self.spec.target, self.spec.draft, layout, config, self.mesh, self._kv_scales)
+        models, of_keys = (self.spec.target, self.spec.draft), (self._kv_scales, self._key_rounding)
+        self.caches = make_caches(*models, self._layout, self._config, self.mesh, *of_keys)
         self.slots: Slots = self.mesh.replicate(Slots(jnp.zeros((slots, 3), jnp.int32)))
         self._controls: Controls = self.mesh.replicate(empty_controls(slots, vocab_size))
         self._sampler_rows = SamplerRows(slots, vocab_size)
