@@ -26,6 +26,7 @@ from dflash_jax.engine.device.slots import GROUPS, Caches, Chunk, FlatParams, St
 from dflash_jax.engine.device.steps import bind_target
 from dflash_jax.models.caches import KVCache, RecurrentCache
 from dflash_jax.options import EngineConfig
+from dflash_jax.parallel.platform import compiler_options
 from dflash_jax.spec import GatedDelta, LayerMask
 from dflash_jax.state.group import PageGroup, SnapshotGroup
 from dflash_jax.state.layout import Layout
@@ -62,7 +63,8 @@ def key_rounding(params: FlatParams, spec: StepSpec, config: EngineConfig) -> Ke
     layout = Layout(config.page_size, spec.block, pages, tuple(groups), snapshots)
     caches = make_caches(spec.target, None, layout, wide, spec.mesh)
     chunk = spec.mesh.replicate(_chunk(spec.target.vocab_size, pages))
-    statistics = _statistics(params, caches, chunk, spec=spec)
+    options = compiler_options(spec.mesh.platform, has_room=False)  # it runs once: products need not be timed
+    statistics = jax.jit(partial(_statistics, spec=spec), compiler_options=options)(params, caches, chunk)
     # Only what is finite: some models break for tokens that no text has.
     offset, of_queries = (np.nan_to_num(np.asarray(x), posinf=0, neginf=0) for x in statistics)
     numbers: Any = int4_kv.feedback_of(of_queries.astype(np.float64), DAMPING)
@@ -83,7 +85,6 @@ def _chunk(vocab_size: int, pages: int) -> Chunk:
     return Chunk(**columns, tables=Tables.pack(zero, [zero] * (GROUPS - 1), [row] * GROUPS))
 
 
-@partial(jax.jit, static_argnames="spec")
 def _statistics(params: FlatParams, caches: Caches, chunk: Chunk, *, spec: StepSpec) -> Statistics:
     """Prefill the prompt; mean keys, and moments of queries."""
     target, caches = bind_target(params.unflatten()[0], spec), caches.for_chunk(chunk)
