@@ -6,7 +6,7 @@ import json
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, NamedTuple, NotRequired, TypedDict, TypeGuard
 
@@ -174,10 +174,24 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop token or string; None for an end-of-sequence token
     error: str | None = None  # the cause of finish_reason "error"
 
-    def first(self, number: int) -> CompletionOutput:
-        """A copy whose lists are of its own and hold the first `number` tokens."""
-        logprobs = None if self.logprobs is None else self.logprobs[:number]
-        return replace(self, token_ids=self.token_ids[:number], logprobs=logprobs)
+    def first(self, number: int | None = None) -> CompletionOutput:
+        """A copy whose lists are of its own and hold the first `number` tokens; without a number it shares them.
+
+        A server makes one for each request and round: `dataclasses.replace` takes four times as long.
+        """
+        token_ids, logprobs = self.token_ids, self.logprobs
+        if number is not None:
+            token_ids, logprobs = token_ids[:number], None if logprobs is None else logprobs[:number]
+        return CompletionOutput(
+            self.index,
+            self.text,
+            token_ids,
+            self.cumulative_logprob,
+            logprobs,
+            self.finish_reason,
+            self.stop_reason,
+            self.error,
+        )
 
 
 @dataclass(slots=True)

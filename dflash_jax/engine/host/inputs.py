@@ -93,7 +93,14 @@ def uses_controls(sequence: Sequence) -> bool:
 
 
 def mode_of(sequence: Sequence) -> SamplingMode:
-    """The cheapest sampling mode that is right for a sequence."""
+    """The cheapest sampling mode that is right for a sequence; it changes only where there is a least length."""
+    if sequence.mode is None or sequence.params.min_tokens > 0:
+        sequence.mode = _mode_of(sequence)
+    mode: SamplingMode = sequence.mode
+    return mode
+
+
+def _mode_of(sequence: Sequence) -> SamplingMode:
     p = sequence.params
     if p.logprobs is not None:
         return "reported"
@@ -106,7 +113,8 @@ def mode_of(sequence: Sequence) -> SamplingMode:
 
 def mode_of_all(sequences: list[Sequence]) -> SamplingMode:
     """The cheapest sampling mode that is right for all of these sequences."""
-    return max({mode_of(sequence) for sequence in sequences}, key=MODES.index)
+    modes = set(map(mode_of, sequences))
+    return modes.pop() if len(modes) == 1 else max(modes, key=MODES.index)
 
 
 def load_of(sequences: Seq[Sequence]) -> Load:

@@ -64,20 +64,19 @@ def stats_of(scheduler: Scheduler, snapshots: Snapshots, emissions: EmissionCoun
     )
 
 
-def take_emitted(sequence: Sequence, emitted: Emitted, row: int, count: int, *, length: int) -> int:
+def take_emitted(sequence: Sequence, emitted: Emitted, row: int, tokens: list[int], *, length: int) -> int:
     """Append the emitted tokens of one row to a sequence, with their log-probabilities if it wants them.
 
     Args:
         sequence: the sequence.
         emitted: results of the step.
         row: the sequence's row.
-        count: how many tokens the row has emitted.
+        tokens: that the row has emitted.
         length: `InFlight.length` of the step.
 
     Returns:
         How many tokens it has taken: it may end before the last.
     """
-    tokens = emitted.tokens[row, :count].tolist()
     logprobs = None
     wanted = sequence.params.logprobs
     if wanted is not None:

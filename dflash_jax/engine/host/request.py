@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_jax.base.errors import RequestError
@@ -52,7 +52,7 @@ class Request:
             sequence.publish_text()
         return Snapshot(
             request=self,
-            completions=[replace(s.output) for s in self.sequences],
+            completions=[s.output.first() for s in self.sequences],
             num_tokens=[len(s.output.token_ids) for s in self.sequences],
             num_rounds=[len(s.acceptance_lengths) for s in self.sequences],
             num_prompt_logprobs=len(self.sequences[0].prompt_logprobs),
@@ -63,7 +63,7 @@ class Request:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Snapshot:
     """How far a request had come: what an output is made of, by whoever reads it and when they do.
 
@@ -94,25 +94,35 @@ class Snapshot:
 
     def output(self) -> RequestOutput:
         """The output, with lists of its own."""
-        request, first = self.request, self.request.sequences[0]
-        known = first.prompt_logprobs[: self.num_prompt_logprobs]
-        rounds = list(zip(request.sequences, self.num_rounds, strict=True))
+        request, sequences, first = self.request, self.request.sequences, self.request.sequences[0]
+        prompt_logprobs = None
+        if first.params.prompt_logprobs is not None:
+            prompt_logprobs = [None, *first.prompt_logprobs[: self.num_prompt_logprobs]]
+        rounds = self.num_rounds
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
             outputs=[c.first(number) for c, number in zip(self.completions, self.num_tokens, strict=True)],
             finished=self.finished,
-            prompt_logprobs=None if first.params.prompt_logprobs is None else [None, *known],
+            prompt_logprobs=prompt_logprobs,
             metrics=RequestMetrics(
-                acceptance_lengths=[length for s, number in rounds for length in s.acceptance_lengths[:number]],
-                draft_lengths=[length for s, number in rounds for length in s.draft_lengths[:number]],
+                acceptance_lengths=_joined([s.acceptance_lengths for s in sequences], rounds),
+                draft_lengths=_joined([s.draft_lengths for s in sequences], rounds),
                 queue_time=self.queue_time,
                 first_token_time=self.first_token_time,
                 finished_time=self.seconds if self.finished else None,
                 num_cached_tokens=first.num_cached_tokens,
             ),
         )
+
+
+def _joined(lists: list[list[int]], lengths: list[int]) -> list[int]:
+    """The first numbers of each list, one after the other."""
+    joined = lists[0][: lengths[0]]
+    for numbers, length in zip(lists[1:], lengths[1:], strict=True):
+        joined += numbers[:length]
+    return joined
 
 
 def tokenize(prompt: Prompt, tokenizer: Tokenizer | None, *, vocab_size: int) -> tuple[str | None, list[int]]:

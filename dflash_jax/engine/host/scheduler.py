@@ -26,7 +26,7 @@ CHECK_SECONDS = 60.0  # from one check of the books to the next
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Running:
     """A sequence that holds a slot and units.
 
@@ -47,6 +47,7 @@ class Running:
         num_rounds: rounds that have been read.
         read_length: its length before the round that is in flight for longest.
         covered_rounds: rounds after which a copy of the state at `next_snapshot` was enqueued last.
+        most_tokens: that prompt and completion may come to.
         units: what it owns in each group of the layout.
         reserved: positions that its units hold in every group.
         remembered: whole pages that the prefix cache knows of, counted from the first.
@@ -71,6 +72,10 @@ class Running:
     deferred: int = 0
     has_controls: bool = False
     released: bool = False
+    most_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.most_tokens = len(self.sequence.prompt_token_ids) + self.sequence.max_new_tokens
 
     @property
     def is_prefilled(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 from dflash_jax.base.values import CompletionOutput, Logprob, SamplingParams
 from dflash_jax.engine.host.constraints import Constraint
@@ -34,6 +35,7 @@ class Sequence:
         prompt_logprobs: log-probabilities of the prompt's tokens from the second on, as far as they are known.
         num_cached_tokens: prompt tokens that the prefix cache had.
         suspect: whether a step that it took part in has failed, and it has completed no round since.
+        mode: sampling mode that its next tokens need, as `inputs.mode_of` found it last; None before that.
         page_hashes: hashes of the first whole pages of prompt and completion, as far as the scheduler has made them.
     """
 
@@ -53,6 +55,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
     suspect: bool = False
+    mode: Any = None
     page_hashes: list[bytes] = field(default_factory=list)
     _detokenizer: Detokenizer | None = None
     _text: str = ""

@@ -59,6 +59,11 @@ class Snapshots:
         pool.give_back([unit])  # the most recently used now
         return [Move(self._num_slots + unit, running.slot, running.prefilled)]
 
+    @property
+    def is_active(self) -> bool:
+        """Whether the target has states, so that there is anything to do after each round."""
+        return self._pool is not None
+
     def after_chunk(self, running: Running) -> list[Move]:
         """Take a snapshot if the chunk that was just enqueued ends where one is wanted."""
         if running.prefilled not in running.stops or not self._take(running):
@@ -69,7 +74,7 @@ class Snapshots:
 
     def before_rounds(self, rounds: Iterable[Running]) -> list[Move]:
         """What `before_round` asks for, of all sequences of a round; costs a target without states nothing."""
-        return [] if self._pool is None else [move for running in rounds for move in self.before_round(running)]
+        return [] if not self.is_active else [move for running in rounds for move in self.before_round(running)]
 
     def before_round(self, running: Running) -> list[Move]:
         """Take a snapshot if the rounds in flight may have reached the next boundary of the answer."""

@@ -211,8 +211,7 @@ class Planner:
 
     def _pages_of(self, running: list[Running]) -> int:
         """Pages that the longest of these sequences can grow to, so that the width of tables seldom changes."""
-        sequences = [r.sequence for r in running]
-        return self.pages_for(max([len(s.prompt_token_ids) + s.max_new_tokens for s in sequences]))
+        return self.pages_for(max([r.most_tokens for r in running]))
 
     def pages_for(self, tokens: int) -> int:
         """Pages of a sequence of so many tokens, and of two rounds in flight."""
