@@ -43,7 +43,7 @@ def context(joined, norms, dtype=F32):
 def paged(dtype=F32, with_scales=False):
     keys, values = ([numbers(pages, K, S, H, seed=i, dtype=dtype) for pages in (16, 4)] for i in (7, 8))
     scales = [np.abs(numbers(L, K, seed=i)) + 0.1 if with_scales else None for i in (9, 10)]
-    arrays = jax.tree.map(jnp.asarray, (keys, values, *scales, TABLES, (np.zeros(B, np.int32),) * 2))
+    arrays = jax.tree.map(jnp.asarray, (keys, values, *scales, None, TABLES, (np.zeros(B, np.int32),) * 2))
     return PagedKVCache(*arrays, PLACES, mesh=Mesh.of(1))
 
 
