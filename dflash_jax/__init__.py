@@ -18,23 +18,15 @@ if TYPE_CHECKING:
         QueueFullError,
         RequestError,
     )
-    from dflash_jax.base.values import (
-        CompletionOutput,
-        Logprob,
-        RequestMetrics,
-        RequestOutput,
-        SamplingParams,
-        StructuredOutputsParams,
-        TextPrompt,
-        TokensPrompt,
-    )
+    from dflash_jax.base.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from dflash_jax.base.values import SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
     from dflash_jax.llm import LLM
 else:  # where a checker of types would take any name for one of this module
 
     def __getattr__(name: str) -> object:
         """Import a public name; modules that import JAX come last."""
         if name in __all__:
-            for home in ("base.errors", "base.values", "llm", "async_llm"):
+            for home in ("base.errors", "base.outputs", "base.values", "llm", "async_llm"):
                 module = import_module(f"{__name__}.{home}")
                 if hasattr(module, name):
                     return getattr(module, name)

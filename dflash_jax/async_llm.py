@@ -17,7 +17,8 @@ from types import TracebackType
 from typing import Any
 
 from dflash_jax.base.errors import EngineDeadError
-from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams
+from dflash_jax.base.outputs import RequestOutput
+from dflash_jax.base.values import Prompt, SamplingParams
 from dflash_jax.engine.host.request import Request, Snapshot
 from dflash_jax.engine.thread import EngineThread
 from dflash_jax.frontend import load

@@ -14,7 +14,8 @@ import numpy as np
 
 from dflash_jax.base.env import claim_device_memory
 from dflash_jax.base.errors import ConfigError
-from dflash_jax.base.values import SEED_LIMIT, CompletionOutput, Prompt, SamplingParams, is_int
+from dflash_jax.base.outputs import CompletionOutput
+from dflash_jax.base.values import SEED_LIMIT, Prompt, SamplingParams, is_int
 from dflash_jax.engine.device.budget import device_bytes, fitted, with_draft_quantization
 from dflash_jax.engine.device.memory import explain_out_of_memory
 from dflash_jax.engine.device.model import Model, narrowed, quantized

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from dflash_jax.base.acceptance import histogram_lines, of_engine
 from dflash_jax.base.errors import ConfigError, DFlashError
-from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams
+from dflash_jax.base.outputs import RequestOutput
+from dflash_jax.base.values import Prompt, SamplingParams
 from dflash_jax.llm import LLM
 from dflash_jax.loading import find_models, load_llm
 from dflash_jax.options.flags import HelpFormatter, add_engine_arguments

@@ -11,7 +11,8 @@ from typing import Any
 from tqdm import tqdm
 
 from dflash_jax.base.errors import RequestError
-from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams
+from dflash_jax.base.outputs import RequestOutput
+from dflash_jax.base.values import Prompt, SamplingParams
 from dflash_jax.engine.host.inputs import load_of
 from dflash_jax.engine.host.request import Request, one_each
 from dflash_jax.frontend import load, load_other_draft

@@ -3,7 +3,7 @@
 import pytest
 
 from dflash_jax import SamplingParams
-from dflash_jax.base.values import CompletionOutput
+from dflash_jax.base.outputs import CompletionOutput
 from dflash_jax.engine.host import scheduler as module
 from dflash_jax.engine.host.scheduler import Scheduler
 from dflash_jax.engine.host.sequence import Sequence

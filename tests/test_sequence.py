@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_jax import SamplingParams
-from dflash_jax.base.values import CompletionOutput, Logprob
+from dflash_jax.base.outputs import CompletionOutput, Logprob
 from dflash_jax.engine.host.sequence import Sequence
 from dflash_jax.text.tokenizer import Detokenizer, Tokenizer
 from tests.pairs import EOS, write_byte_tokenizer

@@ -13,7 +13,8 @@ from typing import Any
 
 from dflash_jax.base.acceptance import Acceptance, of_engine
 from dflash_jax.base.errors import DFlashError
-from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams
+from dflash_jax.base.outputs import RequestOutput
+from dflash_jax.base.values import Prompt, SamplingParams
 from dflash_jax.bench import report, workload
 from dflash_jax.bench.options import FEW_RANDOM, MOST_RANDOM
 from dflash_jax.bench.stats import RequestRecord

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from dflash_jax.base.errors import DFlashError
-from dflash_jax.base.values import CompletionOutput, SamplingParams
+from dflash_jax.base.outputs import CompletionOutput
+from dflash_jax.base.values import SamplingParams
 from dflash_jax.engine.device.acceptance import accepted
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.host.scheduler import Running

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from dflash_jax.base.errors import QueueFullError
-from dflash_jax.base.values import EngineStats
+from dflash_jax.base.outputs import EngineStats
 from dflash_jax.engine.device.budget import device_bytes, log_plan
 from dflash_jax.engine.device.memory import plan_layout
 from dflash_jax.engine.device.model import Model
@@ -354,7 +354,7 @@ class Engine:
             was_ready = step.emitted.packed.is_ready()  # type: ignore[attr-defined]  # jax.Array has it, JAX's stubs do not
             emitted = jax.device_get(step.emitted)
             self._learn(step, emitted, was_ready=was_ready)
-            counts, tokens = emitted.count.tolist(), emitted.tokens.tolist()  # a slice of each row takes longer
+            counts = emitted.count.tolist()
             for row, running in enumerate(step.running):
                 if running is None:
                     continue
@@ -362,13 +362,11 @@ class Engine:
                     running.in_flight -= 1
                     running.num_rounds += 1
                 if not running.released:
-                    self._take(running, emitted, row, tokens[row], counts[row], length=step.length)
+                    self._take(running, emitted, row, counts[row], length=step.length)
                     changed[id(running.sequence)] = running.sequence
         return list(changed.values())
 
-    def _take(
-        self, running: Running, emitted: Emitted, row: int, tokens: list[int], count: int, *, length: int
-    ) -> None:
+    def _take(self, running: Running, emitted: Emitted, row: int, count: int, *, length: int) -> None:
         """Hand one sequence what a step emitted for it; an error ends this sequence alone."""
         sequence = running.sequence
         if count < 0:
@@ -377,7 +375,7 @@ class Engine:
             sequence.fail("the target's logits are not numbers (NaN); check the checkpoint and its dtype.")
         else:
             try:
-                self._emissions.observe(length, take_emitted(sequence, emitted, row, tokens[:count], length=length))
+                self._emissions.observe(length, take_emitted(sequence, emitted, row, count, length=length))
                 self.scheduler.remember(running)
                 if self.snapshots.is_active:
                     self._copy_states(self.snapshots.after_read(running))

@@ -11,7 +11,8 @@ import numpy as np
 
 from dflash_jax.base import acceptance as rounds
 from dflash_jax.base.errors import DFlashError
-from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams
+from dflash_jax.base.outputs import RequestOutput
+from dflash_jax.base.values import Prompt, SamplingParams
 from dflash_jax.llm import LLM
 from dflash_jax.text.repetition import repeated_ngrams
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_jax.base.values import Prompt, RequestOutput, SamplingParams, TokensPrompt
+from dflash_jax.base.outputs import RequestOutput
+from dflash_jax.base.values import Prompt, SamplingParams, TokensPrompt
 from dflash_jax.eval.datasets import History, Sample
 from dflash_jax.llm import LLM
 from dflash_jax.text.renderer import Renderer

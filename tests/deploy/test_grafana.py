@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dflash_jax.base.values import EngineStats
+from dflash_jax.base.outputs import EngineStats
 from dflash_jax.options.serve_args import ServeArgs
 from dflash_jax.serve.answers.metrics import Finished, Metrics
 

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_jax.base.errors import DFlashError
-from dflash_jax.base.values import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from dflash_jax.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from dflash_jax.base.values import SamplingParams
 from dflash_jax.eval.acceptance import acceptance_of, measure, positions
 from tests.pairs import reciter
 

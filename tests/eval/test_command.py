@@ -6,7 +6,7 @@ from io import StringIO
 
 import pytest
 
-from dflash_jax.base.values import CompletionOutput, RequestMetrics, RequestOutput
+from dflash_jax.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from dflash_jax.eval import plots, report
 from dflash_jax.eval.__main__ import main
 from dflash_jax.eval.acceptance import acceptance_of

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_jax.base.errors import RequestError
-from dflash_jax.base.values import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from dflash_jax.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from dflash_jax.base.values import SamplingParams
 from dflash_jax.eval.compare import Sampling, differing, measure_engine
 from dflash_jax.eval.conversations import Answer, Run, continued, converse, is_instruct, opening, prompt_of
 from dflash_jax.eval.datasets import Sample

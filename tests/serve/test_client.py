@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from dflash_jax.base.errors import EngineDeadError, QueueFullError, RequestError
-from dflash_jax.base.values import EngineStats, SamplingParams
+from dflash_jax.base.outputs import EngineStats
+from dflash_jax.base.values import SamplingParams
 from dflash_jax.serve.engine_link import client as client_module
 from dflash_jax.serve.engine_link.client import EngineClient, added
 from dflash_jax.serve.engine_link.link_messages import (

@@ -10,7 +10,8 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from dflash_jax.base.errors import EngineDeadError, RequestError
-from dflash_jax.base.values import EngineStats, SamplingParams
+from dflash_jax.base.outputs import EngineStats
+from dflash_jax.base.values import SamplingParams
 from dflash_jax.options.serve_args import Limits, ServeArgs
 from dflash_jax.serve.answers.jobs import Job, follow
 from dflash_jax.serve.answers.metrics import Metrics, stats_lines

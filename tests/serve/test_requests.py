@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from dflash_jax.base.values import EngineStats
+from dflash_jax.base.outputs import EngineStats
 from dflash_jax.options.serve_args import ServeArgs
 from dflash_jax.serve.answers.metrics import Metrics
 from dflash_jax.serve.answers.requests import encode

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from dflash_jax.base.values import EngineStats, Logprob
+from dflash_jax.base.outputs import EngineStats, Logprob
 from dflash_jax.engine.device.slots import Emitted, Logprobs
 from dflash_jax.engine.host.scheduler import Scheduler
 from dflash_jax.engine.host.sequence import Sequence, TokenLogprobs
@@ -64,19 +64,20 @@ def stats_of(scheduler: Scheduler, snapshots: Snapshots, emissions: EmissionCoun
     )
 
 
-def take_emitted(sequence: Sequence, emitted: Emitted, row: int, tokens: list[int], *, length: int) -> int:
+def take_emitted(sequence: Sequence, emitted: Emitted, row: int, count: int, *, length: int) -> int:
     """Append the emitted tokens of one row to a sequence, with their log-probabilities if it wants them.
 
     Args:
         sequence: the sequence.
         emitted: results of the step.
         row: the sequence's row.
-        tokens: that the row has emitted.
+        count: how many tokens the row has emitted.
         length: `InFlight.length` of the step.
 
     Returns:
         How many tokens it has taken: it may end before the last.
     """
+    tokens = emitted.tokens[row, :count].tolist()
     logprobs = None
     wanted = sequence.params.logprobs
     if wanted is not None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_jax.base.errors import RequestError
-from dflash_jax.base.values import CompletionOutput, Prompt, RequestMetrics, RequestOutput, SamplingParams, is_int
+from dflash_jax.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from dflash_jax.base.values import Prompt, SamplingParams, is_int
 from dflash_jax.engine.host.sequence import Sequence
 from dflash_jax.text.tokenizer import Tokenizer
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_jax.base.values import CompletionOutput, Logprob, SamplingParams
+from dflash_jax.base.outputs import CompletionOutput, Logprob
+from dflash_jax.base.values import SamplingParams
 from dflash_jax.engine.host.constraints import Constraint
 from dflash_jax.text.tokenizer import Detokenizer, Tokenizer
 

@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from dflash_jax.base.errors import EngineDeadError, QueueFullError, RequestError
-from dflash_jax.base.values import Logprob, SamplingParams
+from dflash_jax.base.outputs import Logprob
+from dflash_jax.base.values import SamplingParams
 from dflash_jax.serve.answers.metrics import Finished
 from dflash_jax.serve.answers.server_state import ServerState
 from dflash_jax.serve.engine_link.client import EngineStream

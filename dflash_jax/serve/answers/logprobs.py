@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dflash_jax.base.values import Logprob
+from dflash_jax.base.outputs import Logprob
 from dflash_jax.text.tokenizer import Detokenizer, Tokenizer
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot write; vLLM's value

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dflash_jax.base.values import EngineStats
+from dflash_jax.base.outputs import EngineStats
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from dflash_jax.base.errors import EngineDeadError, QueueFullError, RequestError
-from dflash_jax.base.values import EngineStats
+from dflash_jax.base.outputs import EngineStats
 from dflash_jax.serve.engine_link.link_messages import (
     HEADER,
     Abort,

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from dflash_jax.base.values import EngineStats, Logprob, SamplingParams, StructuredOutputsParams
+from dflash_jax.base.outputs import EngineStats, Logprob
+from dflash_jax.base.values import SamplingParams, StructuredOutputsParams
 
 HEADER = 4  # bytes of a message's length, big-endian
 CallName = Literal["flush_cache", "start_profile", "stop_profile"]

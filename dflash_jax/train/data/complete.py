@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dflash_jax.base.values import CompletionOutput, SamplingParams
+from dflash_jax.base.outputs import CompletionOutput
+from dflash_jax.base.values import SamplingParams
 from dflash_jax.engine.host.sequence import Sequence as Completing
 from dflash_jax.llm import LLM
 

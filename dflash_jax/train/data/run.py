@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.base.values import CompletionOutput
+from dflash_jax.base.outputs import CompletionOutput
 from dflash_jax.llm import LLM
 from dflash_jax.progress import phase
 from dflash_jax.text.repetition import repeated_ngrams

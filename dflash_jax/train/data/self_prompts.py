@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from dflash_jax.base.errors import ConfigError
-from dflash_jax.base.values import CompletionOutput
+from dflash_jax.base.outputs import CompletionOutput
 from dflash_jax.frontend import Frontend
 from dflash_jax.llm import LLM
 from dflash_jax.progress import phase

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from dflash_jax.base.values import Logprob
+from dflash_jax.base.outputs import Logprob
 from dflash_jax.serve.answers.jobs import Job, follow, without_keepalives
 from dflash_jax.serve.answers.logprobs import LOWEST
 from dflash_jax.serve.answers.requests import encode, session_of
