@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _compat
 from pallas_kernels.lib import timing
-from pallas_kernels.quantized_product import mosaic, reference, triton
+from pallas_kernels.quantized_product import mosaic, reference, triton, wide
 from pallas_kernels.quantized_product.triton import Config
 
 SHAPES = {  # [O, I] of Qwen3.6-27B
@@ -67,9 +67,16 @@ def measure(kind: str, weight_name: str, tokens: int, *, sweep: bool, bandwidth:
     chosen = triton.default_config(*data[0][:3], may_split=True)
     every: list[tuple[str, Any]] = [("triton", config) for config in configs(kind, tokens, shape[1]) if sweep]
     every = every or [("triton", chosen)]
-    if _compat.compute_capability() == (9, 0) and mosaic.refusal(*(*data[0], jnp.bfloat16)) is None:
-        every.append(("mosaic", mosaic.default_config(*data[0][:3])))
-    functions = {"triton": triton.quantized_product, "mosaic": mosaic.quantized_product}
+    of_operands, two_sided = data[0][:3], functools.partial(wide.default_config, is_two_sided=True)
+    on_hopper: dict[str, tuple[Any, ...]] = {
+        "mosaic": (mosaic.quantized_product, mosaic.refusal, mosaic.default_config),
+        "mosaic_wide": (wide.quantized_product, wide.refusal, wide.default_config),
+        "mosaic_two_sided": (wide.two_sided_product, wide.two_sided_refusal, two_sided),
+    }
+    for implementation, (_, refusal, config_of) in on_hopper.items():
+        if _compat.compute_capability() == (9, 0) and refusal(*data[0], jnp.bfloat16) is None:
+            every.append((implementation, config_of(*of_operands)))
+    functions = {"triton": triton.quantized_product} | {name: function for name, (function, *_) in on_hopper.items()}
 
     def lower(name: str, config: Any) -> Any:
         run = functools.partial(functions[name], dtype=jnp.bfloat16, may_split=True, config=config)
@@ -102,7 +109,7 @@ def measure(kind: str, weight_name: str, tokens: int, *, sweep: bool, bandwidth:
                 "error": float(f"{error:.1e}"),
                 "implementation": implementation,
                 "config": list(dataclasses.astuple(config)),
-                "default": implementation == "mosaic" or config == chosen,
+                "default": implementation != "triton" or config == chosen,
             }
         )
     return sorted(rows, key=lambda row: row["us"])
