@@ -103,6 +103,24 @@ def test_sequences_take_turns_where_no_program_takes_all(hold):
     assert [s.output.token_ids for s in some] == [case["output_ids"] for case in CASES[:3]]
 
 
+def test_who_comes_later_waits_for_a_turn(hold):
+    """A stream advances between the first rounds of those that come while it runs."""
+    llm = golden_llm(PAIR, max_num_seqs=8)
+    for case in CASES[:2]:
+        llm.compile(prompt(*case["input_ids"]), greedy(80, speculation=False))
+    hold(lambda label: "sequences" in label)
+    stream = request(llm, CASES[0], speculation=False)
+    step_until(llm, lambda: len(stream.output.token_ids) > 5)
+    others = [request(llm, CASES[1], 8, speculation=False) for _ in range(6)]
+    order = []
+    while not all(len(other.output.token_ids) > 1 for other in others):
+        before = [len(sequence.output.token_ids) for sequence in (stream, *others)]
+        llm.engine.step()
+        rounds = enumerate((stream, *others))  # a first token comes of the prefill
+        order += [i for i, s in rounds if len(s.output.token_ids) > max(1, before[i])]
+    assert order.count(0) >= 3  # once, where all who came went first
+
+
 def test_a_prompt_is_prefilled_by_what_there_is(hold):
     """Rather in some chunks that are compiled than in one that is not."""
     llm = golden_llm(PAIR, enable_prefix_caching=False, max_num_seqs=4)

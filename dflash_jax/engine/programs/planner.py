@@ -146,7 +146,12 @@ class Planner:
         return planned
 
     def _turn(self, running: list[Running]) -> Offer | None:
-        """A round of as many sequences as a compiled program takes: those whose last round is longest ago."""
+        """A round of as many sequences as a compiled program takes: those whose last round is longest ago.
+
+        Who has had none waits behind all others: a stream would stand still for the first rounds of all who come.
+        """
+        for member in running:
+            member.last_round = member.last_round or self._num_rounds
         by_turn = sorted(running, key=lambda r: r.last_round)
         able = [r for r in by_turn if self._offer([r])]
         full = [rows for rows in reversed(self._shapes.batches) if rows < len(able)]
