@@ -144,7 +144,7 @@ class Step:
         if self.bits is None:
             return Struct(shape, self.dtype)
         *outputs, inputs = shape
-        values: Any = Struct((*outputs, inputs // 4), jnp.uint16) if self.bits == 4 else Struct(shape, E4M3)
+        values: Any = Struct((*outputs, inputs * self.bits // 16), jnp.uint16 if self.bits == 4 else jnp.int16)
         scales: Any = Struct((*outputs, max(1, inputs // GROUP)), jnp.bfloat16)
         return FewBits(values, scales)
 

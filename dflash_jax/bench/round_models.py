@@ -271,7 +271,10 @@ def random_params(
                 rows = output_axes(parameter.axes)
                 sharding, devices = placed(place, rows)
                 group = math.gcd(GROUP, math.prod(shape[rows:]) // devices)
-                fill = partial(_random_bits, shape=shape, rows=rows, group=group, is_fp8=quantization == "fp8")
+                stored = jnp.uint16
+                if quantization == "fp8":
+                    stored = jnp.int16 if parameter.is_experts else jnp.float8_e4m3fn
+                fill = partial(_random_bits, shape=shape, rows=rows, group=group, dtype=stored)
                 programs[name, shape] = jax.jit(fill, out_shardings=sharding)
             else:
                 stored = jnp.int32 if name == "d2t" else jnp.float32 if parameter.is_float32 else dtype
@@ -283,12 +286,17 @@ def random_params(
     return jax.block_until_ready(params)
 
 
-def _random_bits(key: jax.Array, *, shape: tuple[int, ...], rows: int, group: int, is_fp8: bool) -> Grouped:
-    """A weight [*O, *I] of random bits, with scales that give its numbers a deviation of about 0.02."""
-    inputs = math.prod(shape[rows:])
-    length, dtype = (inputs, jnp.uint8) if is_fp8 else (inputs // 4, jnp.uint16)
-    values = jax.random.bits(key, (*shape[:rows], length), dtype)
+def _random_bits(key: jax.Array, *, shape: tuple[int, ...], rows: int, group: int, dtype: DTypeLike) -> Grouped:
+    """A weight [*O, *I] of random bits, with scales that give its numbers a deviation of about 0.02.
+
+    Its numbers have 4 bits in uint16, four to a word; they are in e4m3 in int16, two to a word, and in float8_e4m3fn.
+    """
+    inputs, is_fp8 = math.prod(shape[rows:]), dtype != jnp.uint16
+    length = inputs if dtype == jnp.float8_e4m3fn else inputs // (2 if is_fp8 else 4)
+    words = jax.random.bits(key, (*shape[:rows], length), jnp.uint8 if length == inputs else jnp.uint16)
     scale = 0.02 / (64 if is_fp8 else 4)  # of e4m3 numbers up to 240, and of numbers from -8 to 7
     scales = jnp.full((*shape[:rows], inputs // group), scale, jnp.bfloat16)
-    numbers = lax.bitcast_convert_type(values & 0xF7, jnp.float8_e4m3fn) if is_fp8 else values  # without NaN
+    numbers = (
+        lax.bitcast_convert_type(words & (0xF7 if length == inputs else 0xF7F7), dtype) if is_fp8 else words
+    )  # without NaN
     return Grouped(numbers, scales, inner=shape[rows + 1 :])

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from jaxtyping import Int32, UInt8, UInt16
+from jaxtyping import Float8e4m3fn, Int16, Int32, UInt8, UInt16
 
 # The column of eight that each of the eight places of AWQ's int32 holds, the lowest first.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -76,6 +76,14 @@ def awq_to_numbers(words: Int32[np.ndarray, "rows words"]) -> Numbers:
 def from_compressed(packed: Int32[np.ndarray, "O words"], inputs: int) -> Pairs:
     """Rows of pairs of compressed-tensors' `weight_packed`, whose last int32 may have places to spare."""
     return np.ascontiguousarray(packed).view(np.uint8)[:, : inputs // 2]
+
+
+def to_words_of_two(numbers: Float8e4m3fn[np.ndarray, "*O I"], span: int) -> Int16[np.ndarray, "*O words"]:
+    """What kernels of experts read: two inputs in e4m3, half a span apart, to a word; a span has an even number."""
+    halves = numbers.view(np.uint8).reshape(*numbers.shape[:-1], -1, 2, span // 2)
+    words = np.empty((*halves.shape[:-2], span // 2, 2), np.uint8)
+    words[..., 0], words[..., 1] = halves[..., 0, :], halves[..., 1, :]
+    return words.view("<i2").reshape(*numbers.shape[:-1], -1)
 
 
 def to_words(pairs: UInt8[np.ndarray, "*O pairs"], span: int) -> UInt16[np.ndarray, "*O words"]:

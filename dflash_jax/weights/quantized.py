@@ -30,7 +30,7 @@ from dflash_jax.weights.layouts import (
 from dflash_jax.weights.parameters import Parameter, output_axes
 from dflash_jax.weights.safetensors import TensorInfo
 from dflash_jax.weights.tables import checkpoint_shape
-from pallas_kernels.quantized_product.layout import PLACES, span_of_group
+from pallas_kernels.quantized_product.layout import PLACES, PLACES_E4M3, span_of_group
 
 Placement = Callable[[tuple[str, ...], tuple[int, ...]], Sharding | None]
 
@@ -140,8 +140,8 @@ def grouped(parameter: Parameter, matrices: Mapping[str, Matrix], place: Placeme
     mine = {name: matrices[name] for name in parameter.parts}
     rows, first = output_axes(parameter.axes), next(iter(mine.values()))
     sharding, devices = placed(place(parameter.axes, parameter.shape), rows, can_split=first.order is None)
-    group = _shared_group(mine, devices)
     is_packed = first.zeros is not None
+    group = _shared_group(mine, devices, PLACES if is_packed else 1)
     evened = {name: matrix.regrouped(group) for name, matrix in mine.items()}
 
     def joined(part: str) -> np.ndarray:
@@ -178,10 +178,12 @@ def stacked(parameter: Parameter, loaders: Mapping[str, Callable[[], Matrix]], p
     sharding, devices = placed(place(parameter.axes, parameter.shape), rows)
     names = list(loaders)
     first = loaders[names[0]]()
-    group = _shared_group({names[0]: first}, devices)
     is_packed = first.zeros is not None
-    width = inputs // PLACES if is_packed else inputs
-    values = np.empty((len(names), outputs, width), np.uint16 if is_packed else first.values.dtype)
+    places, dtype, pack = (
+        (PLACES, np.uint16, packing.to_words) if is_packed else (PLACES_E4M3, np.int16, packing.to_words_of_two)
+    )
+    group = _shared_group({names[0]: first}, devices, places)
+    values = np.empty((len(names), outputs, inputs // places), dtype)
     scales = np.empty((len(names), outputs, inputs // group), first.scales.dtype)
     zeros = np.empty(scales.shape, np.uint8) if is_packed else None
 
@@ -193,7 +195,7 @@ def stacked(parameter: Parameter, loaders: Mapping[str, Callable[[], Matrix]], p
                 f"{names[0]}; quantise the model with desc_act=false and one format for all experts."
             )
         part = matrix.regrouped(group)
-        values[i] = packing.to_words(part.values, span_of_group(group)) if is_packed else part.values
+        values[i] = pack(part.values, span_of_group(group))
         scales[i] = part.scales
         if zeros is not None and part.zeros is not None:
             zeros[i] = part.zeros
@@ -209,18 +211,18 @@ def stacked(parameter: Parameter, loaders: Mapping[str, Callable[[], Matrix]], p
     return Grouped(put(values), put(scales), zeros=asymmetric)
 
 
-def _shared_group(matrices: Mapping[str, Matrix], devices: int) -> int:
-    """Inputs that share a scale in all matrices, on so many devices that split the inputs.
+def _shared_group(matrices: Mapping[str, Matrix], devices: int, places: int) -> int:
+    """Inputs that share a scale in all matrices, on so many devices that split the inputs; `places` share a word.
 
     Raises:
         CheckpointError: kernels cannot unpack groups of so many.
     """
     first = next(iter(matrices.values()))
     group = math.gcd(first.inputs // devices, *(matrix.group for matrix in matrices.values()))
-    if first.zeros is not None and group % PLACES:
+    if group % places:
         raise CheckpointError(
-            f"{next(iter(matrices))}: {devices} devices get groups of {group} inputs, and 4-bit weights need a "
-            f"multiple of {PLACES}; lower tensor_parallel_size or pick a checkpoint with other groups."
+            f"{next(iter(matrices))}: {devices} devices get groups of {group} inputs, and {16 // places}-bit weights "
+            f"need a multiple of {places}; lower tensor_parallel_size or pick a checkpoint with other groups."
         )
     return group
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
-from pallas_kernels.quantized_product.layout import FewBits
+from pallas_kernels.quantized_product.layout import FewBits, places_of
 from pallas_kernels.registry import AMPERE_ON, FP8_GPUS, HOPPER
 
 __all__ = ["EXPERTS", "FP8_EXPERTS", "INT4_EXPERTS", "FewBits", "Implementation", "experts", "operation_of"]
@@ -113,6 +113,8 @@ def _check(x: Any, gate_up: Any, down: Any, chosen: Any, weights: Any) -> None:
     few = [weight for weight in (gate_up, down) if isinstance(weight, FewBits)]
     for weight in few:
         weight.check()
+        if places_of(weight.values) == 1:
+            raise ValueError(f"experts in e4m3 must be int16 words of two numbers; got {weight.values.dtype}")
     dtypes = [x.dtype, *(weight.dtype for weight in (gate_up, down) if not isinstance(weight, FewBits))]
     if len(set(dtypes)) > 1 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(

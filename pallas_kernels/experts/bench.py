@@ -22,7 +22,7 @@ from pallas_kernels.experts import FewBits, Implementation, experts, mosaic, tri
 from pallas_kernels.experts.config import MANY_ROWS, Config, Tile, default_config, fitted
 from pallas_kernels.experts.sort import MOST_ROWS
 from pallas_kernels.lib import timing
-from pallas_kernels.quantized_product.layout import PLACES
+from pallas_kernels.quantized_product.layout import PLACES, PLACES_E4M3
 
 MODELS = {  # X, M, D
     "35b": (256, 512, 2048),
@@ -103,8 +103,9 @@ def few_bits(key: Array, shape: tuple[int, ...], kind: str) -> FewBits:
     of_groups = (*shape[:-1], shape[-1] // GROUP)
     scales = jax.random.uniform(keys[0], of_groups, jnp.float32, 0.5, 1.5) * shape[-1] ** -0.5 / 4
     if kind == "fp8":
-        values = (jax.random.normal(keys[1], shape, jnp.bfloat16) * 4).astype(jnp.float8_e4m3fn)
-        return FewBits(values, scales.astype(jnp.bfloat16))
+        pairs = (*shape[:-1], shape[-1] // PLACES_E4M3, PLACES_E4M3)
+        values = (jax.random.normal(keys[1], pairs, jnp.bfloat16) * 4).astype(jnp.float8_e4m3fn)
+        return FewBits(jax.lax.bitcast_convert_type(values, jnp.int16), scales.astype(jnp.bfloat16))
     words = jax.random.bits(keys[1], (*shape[:-1], shape[-1] // PLACES), jnp.uint16)
     points = jax.random.randint(keys[2], of_groups, 1, 17, jnp.int32).astype(jnp.uint8)
     return FewBits(words, scales.astype(jnp.float16), points if kind == "zeros" else None)

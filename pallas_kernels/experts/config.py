@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 from pallas_kernels import _compat
@@ -73,23 +72,22 @@ def _gate_up_tile(rows: int, outputs: int) -> Tile:
 def _down_tile(rows: int, outputs: int) -> Tile:
     if rows >= MANY_ROWS:
         return Tile(128, 64, 4, 8)
-    return Tile(64, 128, 4) if outputs >= 256 * _compat.sm_count() else Tile(32, 64, 6)
+    return Tile(64, 128, 3) if outputs >= 256 * _compat.sm_count() else Tile(32, 64, 6)
 
 
 def _few_bits_tile(weight: FewBits, rows: int, outputs: int, parts: int) -> Tile:
     """A tile for a weight in few bits, whose numbers a program widens in registers.
 
-    By the machine code, not measured (BENCH.md): addresses and the activations' copies are a smaller part of long
-    steps and of many rows, but 128 rows of e4m3, or of gate and up each, need more registers than there are.
+    Few steps in flight leave shared memory to more programs, which overlap widening with each other's products. 32 rows
+    are not multiplied by warpgroups: gate_up of one token in e4m3 takes 31 us with them and 20 with 64, but as many
+    programs are short of work in 4 bits, 15 and 17 us (122B over 2, BENCH.md).
     """
+    of_each = outputs / _compat.sm_count()
     if rows >= MANY_ROWS:
-        return Tile(128 // parts, LONGEST if weight.is_packed else LONGEST // 2, 3, 8)
+        return Tile(64, LONGEST, 3, 8 if parts == 2 else 4)
     if parts == 2:
-        is_full = outputs >= 64 * _compat.sm_count()
-        return Tile(64 if is_full else 32, LONGEST, 6 if weight.is_packed else 4)
-    if outputs >= 256 * _compat.sm_count():
-        return Tile(128 if weight.is_packed else 64, LONGEST, 6)
-    return Tile(64 if outputs >= 128 * _compat.sm_count() else 32, LONGEST, 6)
+        return Tile(32 if weight.is_packed and of_each < 64 else 64, LONGEST, 6 if weight.is_packed else 3)
+    return Tile(128, LONGEST, 3) if of_each >= (256 if weight.is_packed else 1024) else Tile(64, LONGEST, 4)
 
 
 def fitted(config: Config, gate_up: Any, down: Any) -> Config:
@@ -108,12 +106,8 @@ def fitted(config: Config, gate_up: Any, down: Any) -> Config:
 
 def _fitted(tile: Tile, weight: Any, parts: int, tokens: int) -> Tile:
     *_, rows, inputs = weight.shape
-    if not isinstance(weight, FewBits):
-        depth = _power_of_two_in(inputs, tile.depth)
-    elif weight.is_packed:
-        depth = span_of_group(weight.group)
-    else:
-        depth = math.gcd(weight.group, tile.depth)
+    is_few = isinstance(weight, FewBits)
+    depth = span_of_group(weight.group) if is_few else _power_of_two_in(inputs, tile.depth)
     tile = tile._replace(rows=_power_of_two_in(rows, tile.rows), depth=depth)
     step = depth * parts * tile.rows * _bits(weight) // 8 + 2 * depth * tokens  # bytes
     capability = _compat.compute_capability()

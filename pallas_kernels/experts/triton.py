@@ -24,7 +24,7 @@ from pallas_kernels.experts.triton_sort import sort
 from pallas_kernels.lib.measured import MAX_STREAM_TOKENS, tokens_of
 from pallas_kernels.quantized_product import tiles
 from pallas_kernels.quantized_product.layout import FewBits
-from pallas_kernels.quantized_product.tiles import group_refusal, size_refusal
+from pallas_kernels.quantized_product.tiles import group_refusal
 
 LEAST = 16  # rows and inputs of a tile: the least that the MMA takes
 
@@ -71,7 +71,7 @@ def refusal(x: Any, gate_up: Any, down: Any, chosen: Any) -> str | None:
             f"{gate_up.shape[2]} (of experts)."
         )
     for weight in few:
-        if reason := group_refusal(weight.group) or size_refusal(weight.values):
+        if reason := group_refusal(weight.group):
             return reason
     return None
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, UInt8, UInt16
+from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, Int16, UInt8, UInt16
 
-from pallas_kernels.quantized_product.layout import PLACES, span_of
+from pallas_kernels.quantized_product.layout import PLACES, PLACES_E4M3, span_of
 
 WIDENED = 1 << 24  # numbers of a weight that are widened at a time: 64 MiB in float32
 MIDDLE = 8  # the zero point of weights that have none of their own
@@ -42,7 +42,7 @@ def quantized_product(
 
 
 def widened(
-    values: UInt16[Array, "O packed"] | Float8e4m3fn[Array, "O I"],
+    values: UInt16[Array, "O packed"] | Int16[Array, "O pairs"] | Float8e4m3fn[Array, "O I"],
     scales: Float[Array, "O G"],
     zeros: UInt8[Array, "O G"] | None,
 ) -> Float[Array, "O I"]:
@@ -53,6 +53,10 @@ def widened(
         places = [(words >> (4 * place)) & 15 for place in range(PLACES)]
         numbers = jnp.stack(places, axis=2).reshape(outputs, groups, -1).astype(jnp.float32)
         numbers = numbers - (MIDDLE if zeros is None else zeros.astype(jnp.float32)[..., None])
+    elif values.dtype == jnp.int16:
+        words = values.reshape(outputs, -1, span_of(values, scales) // PLACES_E4M3)
+        pairs = lax.bitcast_convert_type(words, jnp.float8_e4m3fn)  # [..., word, place], the lowest bits first
+        numbers = pairs.swapaxes(-1, -2).reshape(outputs, groups, -1).astype(jnp.float32)
     else:
         numbers = values.reshape(outputs, groups, -1).astype(jnp.float32)
     return (numbers * scales.astype(jnp.float32)[..., None]).reshape(outputs, -1)

@@ -12,12 +12,12 @@ from typing import Any, Self
 
 import jax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, Int, UInt8, UInt16
+from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, Int, Int16, UInt8, UInt16
 
 from dflash_jax.weights.formats.protocol import Limit, Product, Rows, plain
 from pallas_kernels import gated, largest, quantized_product, split_quantized_product
 from pallas_kernels.experts import FewBits
-from pallas_kernels.quantized_product.layout import PLACES
+from pallas_kernels.quantized_product.layout import places_of
 
 
 @jax.tree_util.register_dataclass
@@ -26,14 +26,15 @@ class Grouped:
     """A weight [*O, *I] as a matrix of few bits, multiplied as it is stored.
 
     Attributes:
-        values: e4m3 numbers, or 4-bit ones, four to a word (`pallas_kernels.quantized_product.layout`).
+        values: e4m3 numbers, two to a word in stacks of experts, or 4-bit ones, four to a word
+            (`pallas_kernels.quantized_product.layout`).
         scales: of each row and group of inputs, in the dtype of the checkpoint; the number of groups says their size.
         zeros: zero points of 4-bit numbers; None is 8.
         order: which input each column of the matrix multiplies, where that is not its own number (GPTQ's act-order).
         inner: lengths of the axes of *I behind the first.
     """
 
-    values: UInt16[Array, "*O packed"] | Float8e4m3fn[Array, "*O I"]
+    values: UInt16[Array, "*O packed"] | Int16[Array, "*O pairs"] | Float8e4m3fn[Array, "*O I"]
     scales: Float[Array, "*O G"]
     zeros: UInt8[Array, "*O G"] | None = None
     order: Int[Array, " I"] | None = None
@@ -42,7 +43,7 @@ class Grouped:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight, [*O, *I]."""
-        inputs = self.values.shape[-1] * (PLACES if self.values.dtype == "uint16" else 1)
+        inputs = self.values.shape[-1] * places_of(self.values)
         return (*self.values.shape[:-1], inputs // math.prod(self.inner), *self.inner)
 
     @property
