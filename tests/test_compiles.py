@@ -112,4 +112,4 @@ def test_compiler_options_are_those_of_the_devices(platform, on_cpus):
 def test_programs_are_compiled_with_the_options_of_their_devices(tmp_path):
     llm = LLM(write_model(tmp_path, TARGET, 0), max_num_seqs=1)
     program = llm.engine.runner.program(llm.engine.shapes.of_lone_requests()[0])
-    assert program._options == compiler_options(jax.default_backend())
+    assert program.options == compiler_options(jax.default_backend())

@@ -14,6 +14,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_jax"
 
 
+def xla_flags() -> str:
+    """Flags that the user gives XLA."""
+    return os.environ.get("XLA_FLAGS", "")
+
+
 MOST_CLAIMED = 0.97  # share of a GPU's memory
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -78,14 +79,20 @@ def compiler_options(platform: str, *, has_room: bool = True) -> dict[str, Any]:
     return options if has_room else options | UNTIMED_OPTIONS
 
 
-def enable_compilation_cache() -> None:
+def enable_compilation_cache() -> Path | None:
     """Keep compiled programs over restarts, unless the user has configured JAX's compilation cache.
 
-    CPUs keep none: a stored program fits the features of one processor only, and compiling is cheap.
+    On accelerators JAX keeps them. On CPUs engines keep their own (`engine.programs.saved`), which spares tracing, too;
+    that has not run on accelerators yet.
+
+    Returns:
+        The folder of the programs that engines keep, or None.
     """
     options = jax.config.values
     is_unset = options["jax_compilation_cache_dir"] is None and options["jax_enable_compilation_cache"]
-    if is_unset and jax.default_backend() != "cpu":
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
-        # The engine has many small programs; compiling all of them takes as long as compiling the large ones.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    if not is_unset or jax.default_backend() == "cpu":
+        return cache_folder() / "programs" if is_unset else None
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    # The engine has many small programs; compiling all of them takes as long as compiling the large ones.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    return None

@@ -33,6 +33,10 @@ class Program:
 
     Attributes:
         step: name of the step.
+        arguments: the structure of each argument.
+        leaves: shapes, dtypes and shardings of the arguments, flat.
+        result: structure of what it returns; None before it was traced.
+        options: of XLA.
         executable: the compiled program; None before it is compiled and after it was dropped.
         error: why it could not be compiled in the background; raised by the next call.
         used: when it was called last, as `time.monotonic` counts.
@@ -51,10 +55,11 @@ class Program:
         self.label, self.static, self._compile, self._function = label, static, compile, function
         self.step = function.__name__
         self._structure: Any = jax.tree.structure(tuple(arguments))
-        self._leaves = [_shape_of(leaf) for leaf in jax.tree.leaves(tuple(arguments))]
+        self.arguments = [jax.tree.structure(argument) for argument in arguments]
+        self.leaves = [_shape_of(leaf) for leaf in jax.tree.leaves(tuple(arguments))]
         self._donated = _donated_leaves(function, donated, arguments)
-        self._options = compiler_options
-        self._result: Any = None  # structure of what it returns
+        self.options = compiler_options
+        self.result: Any = None
         self.executable: Callable[..., Any] | None = None
         self.error: Exception | None = None
         self.used = 0.0
@@ -62,7 +67,7 @@ class Program:
     @property
     def key(self) -> tuple:
         """What programs are equal by: those with the same key are compiled once."""
-        return self._function, self._structure, tuple(self._leaves), tuple(self.static.items())
+        return self._function, self._structure, tuple(self.leaves), tuple(self.static.items())
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the program, after compiling it if it is not compiled; raises what compiling raises."""
@@ -70,19 +75,19 @@ class Program:
         self.used = time.monotonic()
         first, *others = arguments
         parameters = first.leaves if isinstance(first, FlatParams) else jax.tree.leaves(first)
-        return self._result.unflatten(executable(*parameters, *jax.tree.leaves(others)))
+        return self.result.unflatten(executable(*parameters, *jax.tree.leaves(others)))
 
     def lower(self) -> jax.stages.Lowered:
         """Trace and lower it, which holds Python's lock."""
 
         def flat(*leaves: Any) -> list[Any]:
             results = self._function(*self._structure.unflatten(leaves), **self.static)
-            self._result = jax.tree.structure(results)
+            self.result = jax.tree.structure(results)
             return jax.tree.leaves(results)
 
         flat.__name__ = self.step  # its name in profiles
-        jitted = jax.jit(flat, donate_argnums=self._donated, compiler_options=self._options)
-        return jitted.lower(*self._leaves)
+        jitted = jax.jit(flat, donate_argnums=self._donated, compiler_options=self.options)
+        return jitted.lower(*self.leaves)
 
     def rehearse(self, executable: Callable[..., Any]) -> None:
         """Run a new executable once over zeros, unless these would fill more than `MOST_REHEARSED`.
@@ -91,9 +96,9 @@ class Program:
         whose rounds take 10 ms. No stream should wait for that. Programs over several devices are not rehearsed: two
         that run at the same time could deadlock.
         """
-        is_spread = any(leaf.sharding is not None and leaf.sharding.num_devices > 1 for leaf in self._leaves)
-        if not is_spread and sum(leaf.size * leaf.dtype.itemsize for leaf in self._leaves) <= MOST_REHEARSED:
-            zeros = [jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding) for leaf in self._leaves]
+        is_spread = any(leaf.sharding is not None and leaf.sharding.num_devices > 1 for leaf in self.leaves)
+        if not is_spread and sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves) <= MOST_REHEARSED:
+            zeros = [jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding) for leaf in self.leaves]
             jax.block_until_ready(executable(*zeros))
 
 

@@ -158,9 +158,9 @@ class ModelRunner:
         """Wait until nothing is left to compile."""
         self._store.join()
 
-    def compile(self, shapes: Seq[StepShape], advance: Callable[[], None]) -> None:
-        """Compile these, several at a time; call `advance` after each."""
-        self._store.compile_all([self.program(shape) for shape in shapes], advance)
+    def compile(self, shapes: Seq[StepShape], advance: Callable[[], None]) -> int:
+        """Compile or load these, several at a time; call `advance` after each, and return how many were loaded."""
+        return self._store.compile_all([self.program(shape) for shape in shapes], advance)
 
     def replace_draft(self, draft: Model) -> None:
         """Replace the drafter by another of the same configuration, and empty the caches."""

@@ -1,6 +1,7 @@
 """The compiled programs of a process: compiled when they are needed or before, dropped when memory maps run short.
 
 A program is compiled from the shapes of its arguments alone, so any thread can compile it while an engine runs others.
+Where programs are saved, one that another process has compiled is loaded.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import jax
 
 from dflash_jax.base.errors import ProgramLimitError
 from dflash_jax.engine.programs.program import Program
+from dflash_jax.engine.programs.saved import SavedPrograms
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # event of jax.monitoring, one for each program
 MAPS_OF_ONE = 1024  # memory maps that compiling one program may take; the embedded pair's take up to 600
@@ -57,6 +59,11 @@ class Programs:
     Args:
         limit: of memory maps; programs may take half of them. None where programs take none.
         rehearses: whether programs that are compiled while sequences run are run once before they count as ready.
+
+    Attributes:
+        saved: files of programs, which are asked before a program is compiled; None for none.
+        num_dropped: programs that were dropped for the room that they took.
+        has_streams: whether sequences run; compiling then leaves a core to them.
     """
 
     def __init__(self, limit: MapLimit | None = None, *, rehearses: bool = False):
@@ -72,13 +79,18 @@ class Programs:
         self._at_once = os.cpu_count() or 1
         if limit is not None:
             self._at_once = min(self._at_once, AT_ONCE)
+        self.saved: SavedPrograms | None = None
         self.num_dropped = 0
-        self.has_streams = False  # whether sequences run; compiling then leaves a core to them
+        self.has_streams = False
 
     def find(self, program: Program) -> Program:
         """The stored program with the same key, which may be compiled already; else store and return this one."""
         with self._changed:
             return self._programs.setdefault(program.key, program)
+
+    def save_in(self, folder: Path) -> None:
+        """Save programs that are compiled from now on in files, and load those that are there."""
+        self.saved = self.saved or SavedPrograms(folder)
 
     @property
     def is_compiling(self) -> bool:
@@ -129,8 +141,8 @@ class Programs:
             raise error
         return executable or self._build(program)
 
-    def compile_all(self, programs: Sequence[Program], advance: Callable[[], None]) -> None:
-        """Compile several programs at a time; call `advance` after each.
+    def compile_all(self, programs: Sequence[Program], advance: Callable[[], None]) -> int:
+        """Compile several programs at a time, or load them; call `advance` after each, and return how many were loaded.
 
         Programs are lowered in the calling thread, since lowering holds Python's lock.
         """
@@ -142,20 +154,32 @@ class Programs:
         for _ in range(len(programs) - len(missing)):
             advance()
 
+        def load(program: Program) -> bool:
+            self._make_room()
+            executable = self._load(program)
+            if executable is not None:
+                self._publish(program, executable)
+                self._unclaim(program)
+                advance()
+            return executable is not None
+
         def build(program: Program, lowered: jax.stages.Lowered) -> None:
             self._build(program, lowered)
             advance()
 
-        jobs = []
+        jobs, are_loaded = [], list[bool]()
         try:
             with ThreadPoolExecutor(self._at_once) as pool:
-                jobs += [pool.submit(build, program, program.lower()) for program in missing]
+                are_loaded += pool.map(load, missing)
+                others = [p for p, is_loaded in zip(missing, are_loaded, strict=True) if not is_loaded]
+                jobs += [pool.submit(build, program, program.lower()) for program in others]
         finally:
             with self._changed:
                 self._compiling -= set(missing)
                 self._changed.notify_all()
         for job in jobs:
             job.result()
+        return sum(are_loaded)
 
     def clear(self) -> None:
         """Drop all programs; engines that still use one compile it again."""
@@ -198,30 +222,47 @@ class Programs:
         began, is_one_of_many = time.perf_counter(), lowered is not None
         try:
             self._make_room()
-            if lowered is None:
-                with self._lowering, eager_switches():
-                    lowered = program.lower()
-            # Threads of low priority must not hold Python's lock, or all others would wait: they only run XLA.
-            compilers = None if is_awaited else self._compilers
-            executable = lowered.compile() if compilers is None else compilers.submit(lowered.compile).result()
+            executable = None if is_one_of_many else self._load(program)
+            is_loaded = executable is not None
+            if executable is None:
+                if lowered is None:
+                    with self._lowering, eager_switches():
+                        lowered = program.lower()
+                # Threads of low priority must not hold Python's lock, or all others would wait: they only run XLA.
+                compilers = None if is_awaited else self._compilers
+                executable = lowered.compile() if compilers is None else compiled_by(compilers, lowered)
+                if self.saved is not None:
+                    self.saved.save(program, executable)
             if self._rehearses and self.has_streams and not is_awaited:
                 program.rehearse(executable)
-            program.executable, program.used = executable, time.monotonic()
+            self._publish(program, executable)
         except Exception as error:
-            if not is_awaited and threading.main_thread().is_alive():  # else the interpreter is ending
+            if not is_awaited and not isinstance(error, InterpreterEndsError):
                 logger.warning("%s could not be compiled: %s", program.label, error)
                 program.error = error
             raise
         finally:
-            with self._changed:
-                self._programs.setdefault(program.key, program)
-                self._compiling.discard(program)
-                self._changed.notify_all()
+            self._unclaim(program)
         level = logging.DEBUG if is_one_of_many else logging.INFO
         seconds, memory = time.perf_counter() - began, executable.memory_analysis()
         taken = "" if memory is None else f"; its temporaries take {memory.temp_size_in_bytes / 2**20:.0f} MiB"
-        logger.log(level, "compiled %s in %.1f s%s", program.label, seconds, taken)
+        logger.log(level, "%s %s in %.1f s%s", "loaded" if is_loaded else "compiled", program.label, seconds, taken)
         return executable
+
+    def _load(self, program: Program) -> Any:
+        """The executable that another process has saved; None without one."""
+        return None if self.saved is None else self.saved.load(program)
+
+    def _publish(self, program: Program, executable: Callable[..., Any]) -> None:
+        """Let calls run a program."""
+        program.executable, program.used = executable, time.monotonic()
+
+    def _unclaim(self, program: Program) -> None:
+        """Say that no thread compiles a program any more."""
+        with self._changed:
+            self._programs.setdefault(program.key, program)
+            self._compiling.discard(program)
+            self._changed.notify_all()
 
     def _make_room(self) -> None:
         """Drop programs until there is room for those being compiled."""
@@ -255,6 +296,19 @@ class Programs:
                 "dropped, and compiled again when they are needed (sysctl vm.max_map_count raises the limit)"
             )
         return bool(dropped)
+
+
+class InterpreterEndsError(Exception):
+    """Nothing is compiled any more."""
+
+
+def compiled_by(compilers: ThreadPoolExecutor, lowered: jax.stages.Lowered) -> Any:
+    """The executable of a program that other threads compile."""
+    try:
+        job = compilers.submit(lowered.compile)
+    except RuntimeError as error:
+        raise InterpreterEndsError from error
+    return job.result()
 
 
 @contextmanager

@@ -1,0 +1,177 @@
+"""Programs in files: found by what they are traced from, and by nothing less."""
+
+import functools
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dflash_jax.engine.programs import saved as module
+from dflash_jax.engine.programs.program import Program
+from dflash_jax.engine.programs.store import Programs, programs
+from dflash_jax.parallel import platform
+from tests.pairs import golden_cases, golden_llm, greedy, prompt, tokens_of
+
+PAIR = "qwen3_swa_tied"
+CASES = golden_cases(PAIR)[:2]
+
+
+def add(state, x, *, factor, scale=None):
+    return state + factor * x, (x, scale(x) if scale else None)
+
+
+def double(x):
+    return 2 * x
+
+
+def times(x, count):
+    return count * x
+
+
+def program_of(store, size=4, options=None, place=None, **static):
+    arguments = (jax.device_put(jnp.zeros(size), place), np.zeros(size, np.float32))
+    static = {"factor": 1} | static
+    return store.find(Program(store.compile, "add", add, ["state"], arguments, static, options or {}))
+
+
+def compiled_in(store, **options):
+    program = program_of(store, **options)
+    store.compile(program)
+    return program
+
+
+def store_in(folder):
+    store = Programs()
+    store.save_in(folder)
+    return store
+
+
+@pytest.fixture(autouse=True)
+def without_jaxs_cache():
+    """A program that XLA's CPU backend has loaded is saved without its code."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+@pytest.fixture
+def never_lowers(monkeypatch):
+    """From when it is called, no program is traced."""
+
+    def fail(program):
+        raise AssertionError(f"{program.label} is traced")
+
+    return lambda: monkeypatch.setattr(Program, "lower", fail)
+
+
+def files(folder):
+    return sorted(file for version in folder.iterdir() for file in version.iterdir())
+
+
+@pytest.mark.parametrize("device", [0, -1])
+def test_another_process_finds_it(tmp_path, never_lowers, device):
+    """Also on one of several devices, whose number it is compiled for."""
+    place, x = jax.devices()[device], np.arange(4, dtype=np.float32)
+    made = compiled_in(store_in(tmp_path), place=place)(jax.device_put(jnp.ones(4), place), x)
+    never_lowers()
+    state = jax.device_put(jnp.ones(4), place)
+    found = program_of(store_in(tmp_path), place=place)(state, x)
+    assert jax.tree.structure(found) == jax.tree.structure(made)
+    np.testing.assert_array_equal(found[0], made[0])
+    assert found[0].devices() == {place}
+    assert state.is_deleted()
+
+
+def test_what_differs_in_anything_is_another_program(tmp_path):
+    number = 0
+    for static in (
+        {},
+        {"size": 5},
+        {"factor": 2},
+        {"options": {"xla_embed_ir_in_executable": True}},
+        {"place": jax.devices()[-1], "size": 6},
+        {"scale": double},
+        {"scale": functools.partial(times, count=2)},
+        {"scale": functools.partial(times, count=3)},
+    ):
+        store = store_in(tmp_path)
+        compiled_in(store, **static)
+        number += 1
+        assert len(files(tmp_path)) == number
+    for nameless in (lambda x: x, functools.partial(lambda x: 3 * x)):
+        compiled_in(store, scale=nameless)  # another lambda of this function has the same name
+    if len(jax.devices()) > 1:
+        mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2])
+        compiled_in(store, place=NamedSharding(mesh, PartitionSpec()))
+    assert len(files(tmp_path)) == number
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a program"])
+def test_a_damaged_file_is_compiled_and_written_again(tmp_path, caplog, damage):
+    store = store_in(tmp_path)
+    compiled_in(store)
+    [file] = files(tmp_path)
+    whole = len(file.read_bytes())
+    file.write_bytes(damage)
+    again = store_in(tmp_path)
+    result = compiled_in(again)(jnp.ones(4), np.ones(4, np.float32))
+    np.testing.assert_array_equal(result[0], np.full(4, 2))
+    assert f"add is compiled again, since {file} cannot be read" in caplog.text
+    assert abs(len(file.read_bytes()) - whole) < whole / 10
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = compiled_in(store_in(tmp_path / "file" / "folder"))(jnp.ones(4), np.ones(4, np.float32))
+    np.testing.assert_array_equal(result[0], np.full(4, 2))
+
+
+@pytest.mark.parametrize("changed", ["_sources", "xla_flags", "_processor"])
+def test_other_code_flags_or_processors_have_other_programs(tmp_path, monkeypatch, changed):
+    """Those that nobody has asked for in a month are deleted."""
+    store = store_in(tmp_path)
+    compiled_in(store)
+    [old] = tmp_path.iterdir()
+    monkeypatch.setattr(module, changed, lambda: "another")
+    other = store_in(tmp_path)
+    compiled_in(other)
+    assert len(files(tmp_path)) == 2
+    os.utime(old, times=(time.time() - module.UNUSED_SECONDS - 60,) * 2)
+    store_in(tmp_path)
+    assert len(files(tmp_path)) == 1
+    assert not old.exists()
+
+
+def test_an_engine_starts_from_files(tmp_path, monkeypatch, fresh_programs, unchecked, never_lowers):
+    """Everything compiled at its start, on the first of four devices; answers stay what they were."""
+    prompts = [prompt(*case["input_ids"]) for case in CASES]
+    monkeypatch.setattr(programs(), "saved", module.SavedPrograms(tmp_path))
+    llm = golden_llm(PAIR, max_num_seqs=2)
+    llm.compile(prompts, greedy(80))
+    llm.engine.runner.finish_compiling()
+    number = programs().num_compiled
+    assert len(files(tmp_path)) == number > 2
+    programs().clear()
+    never_lowers()
+    again = golden_llm(PAIR, max_num_seqs=2)
+    again.compile(prompts, greedy(80))
+    assert programs().num_compiled == number
+    assert again.engine.num_compiles == 0
+    assert tokens_of(again.generate(prompts, greedy(80))) == [case["output_ids"] for case in CASES]
+
+
+def test_the_users_own_cache_stays_the_only_one(monkeypatch, tmp_path):
+    monkeypatch.setenv("DFLASH_CACHE_DIR", str(tmp_path))
+    assert platform.enable_compilation_cache() is None
+    jax.config.update("jax_enable_compilation_cache", True)
+    assert platform.enable_compilation_cache() is None  # tests have JAX keep what they compile
+    folder = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        assert platform.enable_compilation_cache() == tmp_path / "programs"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
