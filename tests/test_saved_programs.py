@@ -124,10 +124,12 @@ def test_a_damaged_file_is_compiled_and_written_again(tmp_path, caplog, damage):
     assert abs(len(file.read_bytes()) - whole) < whole / 10
 
 
-def test_a_folder_that_cannot_be_written_costs_nothing(tmp_path):
+def test_a_folder_that_cannot_be_made_is_named_once(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     result = compiled_in(store_in(tmp_path / "file" / "folder"))(jnp.ones(4), np.ones(4, np.float32))
     np.testing.assert_array_equal(result[0], np.full(4, 2))
+    [record] = caplog.records
+    assert f"Not a directory: '{tmp_path}/file/folder" in record.message
 
 
 @pytest.mark.parametrize("changed", ["_sources", "xla_flags", "_processor"])

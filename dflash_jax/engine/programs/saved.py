@@ -49,13 +49,16 @@ class SavedPrograms:
     """
 
     def __init__(self, folder: Path):
-        self._folder = folder / _digest(_origin())[:32]
-        with suppress(OSError):
+        self._folder: Path | None = folder / _digest(_origin())[:32]
+        try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.utime(self._folder)
             for other in folder.iterdir():
                 if time.time() - other.stat().st_mtime > UNUSED_SECONDS:
                     shutil.rmtree(other, ignore_errors=True)
+        except OSError as error:
+            logger.warning("compiled programs are not kept for the next start (DFLASH_CACHE_DIR moves them): %s", error)
+            self._folder = None
 
     def load(self, program: Program) -> Callable[..., Any] | None:
         """The executable of a program, whose result's structure is set; None if there is none."""
@@ -98,7 +101,7 @@ class SavedPrograms:
 
     def _file(self, program: Program) -> Path | None:
         """The file of a program; None if it has several devices, or its text may be that of another one."""
-        if len(_devices(program)) != 1:
+        if self._folder is None or len(_devices(program)) != 1:
             return None
         function, structure, leaves, static = program.key
         named = [(name, _named(value)) for name, value in static]
