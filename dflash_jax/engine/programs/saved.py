@@ -90,7 +90,7 @@ class SavedPrograms:
             return
         try:
             described = _described(program.result, program.arguments)
-            if jax.tree.structure(_built(described, program.arguments)) != program.result:
+            if not _are_alike(jax.tree.structure(_built(described, program.arguments)), program.result):
                 raise ValueError(f"its result cannot be described: {program.result}")
             data, _, _ = serialize_executable.serialize(executable)
             written = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
@@ -116,11 +116,17 @@ def _described(result: Any, arguments: Sequence[Any]) -> Any:
     """
     if (node := result.node_data()) is None:
         return 0
-    if result in arguments:
-        return {"argument": arguments.index(result)}
+    for i, argument in enumerate(arguments):
+        if _are_alike(result, argument):
+            return {"argument": i}
     kind, _ = node
     parts = [_described(part, arguments) for part in result.children()]
     return {"type": f"{kind.__module__}.{kind.__qualname__}", "parts": parts}
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether two structures are the same; JAX takes dataclasses of as many fields for equal, so texts are compared."""
+    return one == other and str(one) == str(other)
 
 
 def _built(described: Any, arguments: Sequence[Any]) -> Any:
