@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import socket
@@ -83,7 +84,9 @@ class Server:
             self.port = probe.getsockname()[1]
         with log.open("w") as file:
             command = [sys.executable, "-m", "dflash_jax.serve", "--port", str(self.port), *flags]
-            self.process = subprocess.Popen(command, stdout=file, stderr=file)
+            # Programs of an earlier start would take memory as those that are compiled, but are not counted.
+            keeps = {} if "JAX_COMPILATION_CACHE_DIR" in os.environ else {"JAX_ENABLE_COMPILATION_CACHE": "0"}
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | keeps)
 
     async def until_healthy(self) -> None:
         """Wait until the server is healthy."""
