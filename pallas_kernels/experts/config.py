@@ -83,8 +83,10 @@ def _few_bits_tile(weight: FewBits, rows: int, outputs: int, parts: int) -> Tile
     programs are short of work in 4 bits, 15 and 17 us (122B over 2, BENCH.md).
     """
     of_each = outputs / _compat.sm_count()
-    if rows >= MANY_ROWS:
+    if rows >= MANY_ROWS and _has_warpgroups():
         return Tile(64, LONGEST, 3, 8 if parts == 2 else 4)
+    if rows >= MANY_ROWS:  # with more rows, or fewer warps, registers are spilled, by the machine code for 8.0 and 8.9
+        return Tile(64 if parts == 1 else 32, LONGEST, 3, 8)
     if parts == 2:
         return Tile(32 if weight.is_packed and of_each < 64 else 64, LONGEST, 6 if weight.is_packed else 3)
     return Tile(128, LONGEST, 3) if of_each >= (256 if weight.is_packed else 1024) else Tile(64, LONGEST, 4)
@@ -110,10 +112,14 @@ def _fitted(tile: Tile, weight: Any, parts: int, tokens: int) -> Tile:
     depth = span_of_group(weight.group) if is_few else _power_of_two_in(inputs, tile.depth)
     tile = tile._replace(rows=_power_of_two_in(rows, tile.rows), depth=depth)
     step = depth * parts * tile.rows * _bits(weight) // 8 + 2 * depth * tokens  # bytes
-    capability = _compat.compute_capability()
-    is_large = capability is None or capability >= (9, 0)
-    stages = min((_HOPPER_BYTES if is_large else _OTHER_BYTES) // step, inputs // depth + 1)
+    stages = min((_HOPPER_BYTES if _has_warpgroups() else _OTHER_BYTES) // step, inputs // depth + 1)
     return tile._replace(num_stages=max(1, min(tile.num_stages, stages)))
+
+
+def _has_warpgroups() -> bool:
+    """Whether the GPU is a Hopper or newer; without any, what it would have."""
+    capability = _compat.compute_capability()
+    return capability is None or capability >= (9, 0)
 
 
 def _bits(weight: Any) -> int:
