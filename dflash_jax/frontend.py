@@ -118,7 +118,7 @@ def load(
     target, draft = _read_configs(folder, draft_folder)
     quantize = quantizes(args.quantization, target.quantization, str(folder))
     claim_device_memory(share_of_gpu(args.gpu_memory_bytes))
-    saved = enable_compilation_cache()
+    enable_compilation_cache()
     config = EngineConfig.of(args, target, draft, on_cpu=jax.default_backend() == "cpu")
     frontend = Frontend(folder, target, config, seed=args.seed)
     if frontend.num_tokens < target.vocab_size:
@@ -133,7 +133,7 @@ def load(
         config = with_draft_quantization(config, target, draft, of_target)
         drafter = _load_draft(draft_folder, draft, loaded, config, mesh)
     config = fitted(target, draft, config, of_target + (device_bytes(drafter.params) if drafter else 0))
-    return frontend, Engine(loaded, drafter, mesh=mesh, config=config, saved=saved)
+    return frontend, Engine(loaded, drafter, mesh=mesh, config=config)
 
 
 def _load(

@@ -51,9 +51,7 @@ def compiled_in(store, **options):
 
 
 def store_in(folder):
-    store = Programs()
-    store.save_in(folder)
-    return store
+    return Programs(saved=module.SavedPrograms(folder))
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +163,7 @@ def test_an_engine_starts_from_files(tmp_path, monkeypatch, fresh_programs, unch
         assert llm.engine.num_compiles == 0
         return [(answer.token_ids, answer.logprobs) for answer in answers]
 
-    monkeypatch.setattr(programs(), "saved", module.SavedPrograms(tmp_path))
+    monkeypatch.setattr(programs(), "_saved", module.SavedPrograms(tmp_path))
     made = answers()
     assert made[0][0] == CASE["output_ids"][:40]
     number = programs().num_compiled
@@ -191,12 +189,12 @@ def test_a_result_is_what_it_was_although_an_argument_has_as_many_fields(tmp_pat
 
 def test_the_users_own_cache_stays_the_only_one(monkeypatch, tmp_path):
     monkeypatch.setenv("DFLASH_CACHE_DIR", str(tmp_path))
-    assert platform.enable_compilation_cache() is None
+    assert platform.folder_of_programs() is None
     jax.config.update("jax_enable_compilation_cache", True)
-    assert platform.enable_compilation_cache() is None  # tests have JAX keep what they compile
+    assert platform.folder_of_programs() is None  # tests have JAX keep what they compile
     folder = jax.config.jax_compilation_cache_dir
     try:
         jax.config.update("jax_compilation_cache_dir", None)
-        assert platform.enable_compilation_cache() == tmp_path / "programs"
+        assert platform.folder_of_programs() == tmp_path / "programs"
     finally:
         jax.config.update("jax_compilation_cache_dir", folder)

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -34,7 +33,7 @@ from dflash_jax.engine.host.sequence import Sequence
 from dflash_jax.engine.host.snapshots import Move, Snapshots
 from dflash_jax.engine.programs.planner import PlannedChunk, PlannedRound, Planner, lacks_controls
 from dflash_jax.engine.programs.runner import ModelRunner
-from dflash_jax.engine.programs.store import compile_counter, programs
+from dflash_jax.engine.programs.store import compile_counter
 from dflash_jax.options import EngineConfig
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.progress import Phase, phase
@@ -45,14 +44,9 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs sequences on a target with or without a drafter: continuously batched, over a paged KV cache.
+    """Runs sequences on a target with or without a drafter: continuously batched, over a paged KV cache."""
 
-    Compiled programs are kept in files of the folder `saved`, if there is one.
-    """
-
-    def __init__(
-        self, target: Model, draft: Model | None, *, mesh: Mesh, config: EngineConfig, saved: Path | None = None
-    ):
+    def __init__(self, target: Model, draft: Model | None, *, mesh: Mesh, config: EngineConfig):
         assert isinstance(target.config, TargetConfig)
         draft_config = draft.config if draft and isinstance(draft.config, DraftConfig) else None
         self.target, self.draft, self.mesh, self.config = target, draft, mesh, config
@@ -74,8 +68,6 @@ class Engine:
         self.scheduler = Scheduler(self.layout, config.max_num_seqs)
         self.snapshots = Snapshots(self.scheduler, config.max_num_seqs)
         self._emissions = EmissionCounts()
-        if saved is not None:
-            programs().save_in(saved)
         self.runner = ModelRunner(target, draft, mesh=mesh, config=config, spec=self.spec, layout=self.layout)
         lengths = BlockLengths(self.shapes.lengths, config.max_num_seqs) if config.adaptive_speculation else None
         self.planner = Planner(self.shapes, self.layout, self.runner, lengths)

@@ -39,7 +39,7 @@ def runs_on_cpus() -> bool:
     It does not ask JAX for its devices, which would fix settings that are still to be made.
     """
     plugins = ("jax_plugins", "libtpu")  # packages that add GPUs and TPUs to JAX
-    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]  # an option, made at run time
+    platforms = jax.config.values["jax_platforms"]
     return platforms == "cpu" or not any(map(find_spec, plugins))
 
 
@@ -79,20 +79,26 @@ def compiler_options(platform: str, *, has_room: bool = True) -> dict[str, Any]:
     return options if has_room else options | UNTIMED_OPTIONS
 
 
-def enable_compilation_cache() -> Path | None:
-    """Keep compiled programs over restarts, unless the user has configured JAX's compilation cache.
+def enable_compilation_cache() -> None:
+    """Let JAX keep what it compiles over restarts, unless the user has configured its cache.
 
-    On accelerators JAX keeps them. On CPUs engines keep their own (`engine.programs.saved`), which spares tracing, too;
-    that has not run on accelerators yet.
-
-    Returns:
-        The folder of the programs that engines keep, or None.
+    Not on CPUs, whose engines keep their own programs (`folder_of_programs`).
     """
+    if _may_keep() and jax.default_backend() != "cpu":
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+        # The engine has many small programs; compiling all of them takes as long as compiling the large ones.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def folder_of_programs() -> Path | None:
+    """The folder in which engines keep compiled programs, which spares tracing, too; None if they keep none.
+
+    That has run on CPUs only: on accelerators JAX keeps what it compiles.
+    """
+    return cache_folder() / "programs" if _may_keep() and jax.default_backend() == "cpu" else None
+
+
+def _may_keep() -> bool:
+    """Whether the user has left it to us where compiled programs are kept."""
     options = jax.config.values
-    is_unset = options["jax_compilation_cache_dir"] is None and options["jax_enable_compilation_cache"]
-    if not is_unset or jax.default_backend() == "cpu":
-        return cache_folder() / "programs" if is_unset else None
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
-    # The engine has many small programs; compiling all of them takes as long as compiling the large ones.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    return None
+    return options["jax_compilation_cache_dir"] is None and bool(options["jax_enable_compilation_cache"])

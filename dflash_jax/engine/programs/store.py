@@ -23,6 +23,7 @@ import jax
 from dflash_jax.base.errors import ProgramLimitError
 from dflash_jax.engine.programs.program import Program
 from dflash_jax.engine.programs.saved import SavedPrograms
+from dflash_jax.parallel.platform import folder_of_programs
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # event of jax.monitoring, one for each program
 MAPS_OF_ONE = 1024  # memory maps that compiling one program may take; the embedded pair's take up to 600
@@ -59,15 +60,15 @@ class Programs:
     Args:
         limit: of memory maps; programs may take half of them. None where programs take none.
         rehearses: whether programs that are compiled while sequences run are run once before they count as ready.
+        saved: files of programs, which are asked before a program is compiled; None for none.
 
     Attributes:
-        saved: files of programs, which are asked before a program is compiled; None for none.
         num_dropped: programs that were dropped for the room that they took.
         has_streams: whether sequences run; compiling then leaves a core to them.
     """
 
-    def __init__(self, limit: MapLimit | None = None, *, rehearses: bool = False):
-        self._limit, self._rehearses = limit, rehearses
+    def __init__(self, limit: MapLimit | None = None, *, rehearses: bool = False, saved: SavedPrograms | None = None):
+        self._limit, self._rehearses, self._saved = limit, rehearses, saved
         self._programs: dict[tuple, Program] = {}
         self._changed = threading.Condition()  # guards every attribute below
         self._queue: dict[Program, bool] = {}  # whether each is urgent, in the order of requests
@@ -79,7 +80,6 @@ class Programs:
         self._at_once = os.cpu_count() or 1
         if limit is not None:
             self._at_once = min(self._at_once, AT_ONCE)
-        self.saved: SavedPrograms | None = None
         self.num_dropped = 0
         self.has_streams = False
 
@@ -87,10 +87,6 @@ class Programs:
         """The stored program with the same key, which may be compiled already; else store and return this one."""
         with self._changed:
             return self._programs.setdefault(program.key, program)
-
-    def save_in(self, folder: Path) -> None:
-        """Save programs that are compiled from now on in files, and load those that are there."""
-        self.saved = self.saved or SavedPrograms(folder)
 
     @property
     def is_compiling(self) -> bool:
@@ -231,8 +227,8 @@ class Programs:
                 # Threads of low priority must not hold Python's lock, or all others would wait: they only run XLA.
                 compilers = None if is_awaited else self._compilers
                 executable = lowered.compile() if compilers is None else compiled_by(compilers, lowered)
-                if self.saved is not None:
-                    self.saved.save(program, executable)
+                if self._saved is not None:
+                    self._saved.save(program, executable)
             if self._rehearses and self.has_streams and not is_awaited:
                 program.rehearse(executable)
             self._publish(program, executable)
@@ -251,7 +247,7 @@ class Programs:
 
     def _load(self, program: Program) -> Any:
         """The executable that another process has saved; None without one."""
-        return None if self.saved is None else self.saved.load(program)
+        return None if self._saved is None else self._saved.load(program)
 
     def _publish(self, program: Program, executable: Callable[..., Any]) -> None:
         """Let calls run a program."""
@@ -349,5 +345,6 @@ def compile_counter() -> CompileCounter:
 @cache
 def programs() -> Programs:
     """The store of this process: memory maps belong to the process, and engines of the same shapes share programs."""
-    on_cpu = jax.default_backend() == "cpu"
-    return Programs(MapLimit() if on_cpu and Path("/proc/self/maps").exists() else None, rehearses=on_cpu)
+    on_cpu, folder = jax.default_backend() == "cpu", folder_of_programs()
+    limit = MapLimit() if on_cpu and Path("/proc/self/maps").exists() else None
+    return Programs(limit, rehearses=on_cpu, saved=SavedPrograms(folder) if folder else None)
