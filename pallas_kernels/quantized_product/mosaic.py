@@ -124,6 +124,8 @@ def unfit(x: Any, values: Any, scales: Any) -> str | None:
         return f"The Mosaic product with few bits takes bf16; this is {x.dtype}."
     if (group := x.shape[-1] // scales.shape[1]) != LONGEST:
         return f"The Mosaic product with few bits needs groups of {LONGEST} inputs; these have {group}."
+    if values.dtype == jnp.int16:
+        return "The Mosaic product with few bits takes e4m3 numbers one by one; these are words of two (int16)."
     if len(values) % ROWS:
         return f"The Mosaic product with few bits needs a multiple of {ROWS} rows; these are {len(values)}."
     return None

@@ -316,6 +316,14 @@ def test_refusals(dtype, group, reason):
         quantized_product(x.astype(dtype), *weight, implementation="triton")
 
 
+@pytest.mark.parametrize("tokens", [16, 300])
+def test_words_of_two_are_not_for_mosaic(tokens):
+    """It would read them as numbers one by one."""
+    struct = jax.ShapeDtypeStruct
+    call = struct((tokens, 512), BF16), struct((128, 256), jnp.int16), struct((128, 4), BF16), None, BF16
+    assert operation_of(call[1]).choose(call, Device("cuda", (9, 0))).name == "triton"
+
+
 @pytest.mark.parametrize(
     "change",
     [
