@@ -153,6 +153,13 @@ class RoundOptions:
     context: tuple[int, ...] = option(
         (1024,), SIZE, "tokens of each prompt, one or several numbers", unit="TOKENS", nargs="+"
     )
+    temperature: tuple[float, ...] = option(
+        (0.0,),
+        Number(0, is_whole=False),
+        "temperature of the requests, one or several numbers; 0 is greedy",
+        unit="T",
+        nargs="+",
+    )
     output_len: int = option(256, ANY_WHOLE, "tokens that each request decodes", unit="TOKENS")
     warmup_rounds: int = option(3, SIZE, "rounds of these that are not timed; the first one compiles", unit="ROUNDS")
     prefill: bool = option(False, ON, "time the prefill of one prompt of each context, too")

@@ -51,8 +51,8 @@ FLAGS = {  # by title of their group in `--help`
         *("dtype", "target_quantization"),
     ),
     "cells": (
-        *("batch_size", "context", "output_len", "warmup_rounds", "kv_cache_dtype", "draft_kv_cache_dtype"),
-        *("draft_quantization", "tensor_parallel_size", "prefill"),
+        *("batch_size", "context", "temperature", "output_len", "warmup_rounds", "kv_cache_dtype"),
+        *("draft_kv_cache_dtype", "draft_quantization", "tensor_parallel_size", "prefill"),
     ),
     "engine": (
         *("max_model_len", "max_num_batched_tokens", "page_size", "gpu_memory_utilization", "kv_cache_memory_bytes"),
@@ -68,10 +68,12 @@ class Cell:
     Attributes:
         batch_size: sequences that decode.
         context: tokens of each when the measurement begins.
+        temperature: at which they are sampled; 0 is greedy.
     """
 
     batch_size: int
     context: int
+    temperature: float = 0.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -177,8 +179,8 @@ def _measure_all(
     bandwidth: float | None,
 ) -> Iterator[dict[str, Any]]:
     """A row for each cell. Only one engine and one set of weights exist at a time."""
-    pairs = itertools.product(args.context, args.batch_size)
-    cells = [("decode", Cell(batch, context)) for context, batch in pairs]
+    sizes = itertools.product(args.context, args.batch_size, args.temperature)
+    cells = [("decode", Cell(batch, context, temperature)) for context, batch, temperature in sizes]
     cells += [("prefill", Cell(1, context)) for context in args.context if args.prefill]
     number, total = 0, len(cells) * sum(len(configs) for _, configs in plans)
     for mesh, configs in plans:
@@ -255,6 +257,7 @@ def _row(
         "speculation": engine.spec.draft is not None,
         "batch_size": cell.batch_size,
         "context": cell.context,
+        "temperature": cell.temperature,
         "kv_cache_dtype": config.kv_cache_dtype.name,
         "draft_kv_cache_dtype": config.draft_kv_cache_dtype.name,
         "draft_quantization": config.draft_quantization,
@@ -280,7 +283,8 @@ def _decode_cell(
 ) -> dict[str, Any]:
     """Figures of one cell."""
     now.note = "compiling and timing"
-    sequences = random_sequences(cell.batch_size, cell.context, _max_tokens(args), engine.spec.target.vocab_size)
+    vocab_size, sampling = engine.spec.target.vocab_size, {"temperature": cell.temperature}
+    sequences = random_sequences(cell.batch_size, cell.context, _max_tokens(args), vocab_size, **sampling)
     rounds = decode(engine, sequences, warmup=args.warmup_rounds, rounds=_rounds(args) - args.warmup_rounds)
     step_ms = _percentiles(rounds.seconds)
     length = 1 if engine.spec.draft is None else engine.config.num_speculative_tokens + 1

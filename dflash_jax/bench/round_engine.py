@@ -96,20 +96,20 @@ class Rounds:
 
 
 def random_sequences(number: int, context: int, max_tokens: int, vocab_size: int, **options: Any) -> list[Sequence]:
-    """Greedy sequences with random prompts; they end after `max_tokens` and for no other reason.
+    """Sequences with random prompts; they end after `max_tokens` and for no other reason.
 
     Args:
         number: of sequences.
         context: tokens of each prompt.
         max_tokens: of each completion.
         vocab_size: of the target.
-        options: of `SamplingParams`.
+        options: of `SamplingParams`, greedy without a temperature.
     """
     rng = random.Random(0)
     return [
         Sequence(
             prompt_token_ids=rng.choices(range(vocab_size), k=context),
-            params=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **options),
+            params=SamplingParams(**{"temperature": 0, **options}, max_tokens=max_tokens, ignore_eos=True),
             seed=0,
             eos_token_ids=(),
             max_new_tokens=max_tokens,

@@ -113,7 +113,9 @@ def load_baseline(path: Path | None) -> list[dict[str, Any]]:
 
 
 def beside(row: dict[str, Any], baseline: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The row of a baseline that measured the same cell; None if there is none."""
+    """The row of a baseline that measured the same cell; None if there is none, as of sampled rounds."""
+    if row.get("temperature"):
+        return None
     cell = (row["speculation"], row["kv_cache_dtype"], row["batch_size"], row["context"], row["tensor_parallel_size"])
     for other in baseline:
         dtype = BASELINE_DTYPES.get(other["kv"], other["kv"])
@@ -127,8 +129,9 @@ def name_of(row: dict[str, Any]) -> str:
     kind = "prefill" if row["kind"] == "prefill" else "DFlash" if row["speculation"] else "plain"
     batch = "" if row["kind"] == "prefill" else f" x{row['batch_size']}"
     models = (("target", row.get("target_quantization")), ("drafter", row["draft_quantization"]))
-    bits = "".join(f", {quantization} {model}" for model, quantization in models if quantization)
-    return f"{kind}{batch} ctx {row['context']} {row['kv_cache_dtype']} tp{row['tensor_parallel_size']}{bits}"
+    notes = "".join(f", {quantization} {model}" for model, quantization in models if quantization)
+    notes += f", temperature {row['temperature']:g}" if row.get("temperature") else ""
+    return f"{kind}{batch} ctx {row['context']} {row['kv_cache_dtype']} tp{row['tensor_parallel_size']}{notes}"
 
 
 def tables(rows: list[dict[str, Any]]) -> list[str]:

@@ -212,6 +212,26 @@ def test_a_failed_step_is_told_as_such():
         decode(engine, sequences, warmup=1, rounds=1)
 
 
+def test_sampled_cells(tmp_path, capsys, monkeypatch):
+    measured = []
+
+    def decode_and_keep(engine, sequences, **counts):
+        rounds = decode(engine, sequences, **counts)
+        measured.append([s.output.token_ids for s in sequences])
+        return rounds
+
+    monkeypatch.setattr(command, "decode", decode_and_keep)
+    options = SMALL | {"--context": 24, "--output-len": 12, "--num-accepted-tokens": 2, "--warmup-rounds": 1}
+    options |= {"--output": tmp_path / "out.json", "--kv-cache-memory-bytes": 1 << 20}
+    assert main(["round", *flags(options), "--temperature", "0", "1", "0", "--no-trace"]) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["temperature"] for row in rows] == [0, 1, 0]
+    assert "DFlash x1 ctx 24 float32 tp1, temperature 1: " in capsys.readouterr().out
+    greedy, sampled, again = measured
+    assert greedy == again != sampled
+    assert round_report.beside(rows[1], BASELINE[1:2]) is None  # whose figures are of greedy rounds
+
+
 def test_keep_exactly():
     tokens, drafts = jnp.array([[1, 2, 3, 4], [5, 6, 7, 8]]), jnp.array([[1, 2, 3], [0, 0, 0]])
     assert keep_exactly(tokens, drafts, count=2).tolist() == [2, 2]
