@@ -72,32 +72,39 @@ def never_lowers(monkeypatch):
     return lambda: monkeypatch.setattr(Program, "lower", fail)
 
 
+def mesh_of(*devices):
+    return jax.make_mesh((len(devices),), ("tp",), devices=[jax.devices()[device] for device in devices])
+
+
 def files(folder):
     return sorted(file for version in folder.iterdir() for file in version.iterdir())
 
 
-@pytest.mark.parametrize("device", [0, -1])
-def test_another_process_finds_it(tmp_path, never_lowers, device):
-    """Also on one of several devices, whose number it is compiled for."""
-    place, x = jax.devices()[device], np.arange(4, dtype=np.float32)
+@pytest.mark.parametrize("devices", [(0,), (-1,), (-1, 0)])
+def test_another_process_finds_it(tmp_path, never_lowers, devices):
+    """Also on one of several devices, whose number it is compiled for, or on two, in their order."""
+    if len(devices) > len(jax.devices()):
+        pytest.skip(f"needs {len(devices)} devices")
+    place, x = NamedSharding(mesh_of(*devices), PartitionSpec("tp")), np.arange(4, dtype=np.float32)
     made = compiled_in(store_in(tmp_path), place=place)(jax.device_put(jnp.ones(4), place), x)
     never_lowers()
     state = jax.device_put(jnp.ones(4), place)
     found = program_of(store_in(tmp_path), place=place)(state, x)
     assert jax.tree.structure(found) == jax.tree.structure(made)
     np.testing.assert_array_equal(found[0], made[0])
-    assert found[0].devices() == {place}
+    assert found[0].sharding.is_equivalent_to(place, ndim=1)
     assert state.is_deleted()
 
 
 def test_what_differs_in_anything_is_another_program(tmp_path):
-    number = 0
+    number, orders = 0, [(0, 1), (1, 0)] if len(jax.devices()) > 1 else []
     for static in (
         {},
         {"size": 5},
         {"factor": 2},
         {"options": {"xla_embed_ir_in_executable": True}},
         {"place": jax.devices()[-1], "size": 6},
+        *({"place": NamedSharding(mesh_of(*order), PartitionSpec()), "size": 6} for order in orders),
         {"scale": double},
         {"scale": functools.partial(times, count=2)},
         {"scale": functools.partial(times, count=3)},
@@ -108,9 +115,6 @@ def test_what_differs_in_anything_is_another_program(tmp_path):
         assert len(files(tmp_path)) == number
     for nameless in (lambda x: x, functools.partial(lambda x: 3 * x)):
         compiled_in(store, scale=nameless)  # another lambda of this function has the same name
-    if len(jax.devices()) > 1:
-        mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2])
-        compiled_in(store, place=NamedSharding(mesh, PartitionSpec()))
     assert len(files(tmp_path)) == number
 
 
@@ -152,11 +156,15 @@ def test_other_code_flags_or_processors_have_other_programs(tmp_path, monkeypatc
     assert not old.exists()
 
 
-def test_an_engine_starts_from_files(tmp_path, monkeypatch, fresh_programs, unchecked, never_lowers):
-    """Everything it has, on the first of four devices; answers of all kinds stay what they were."""
+@pytest.mark.parametrize("devices", [1, 4])
+def test_an_engine_starts_from_files(tmp_path, monkeypatch, fresh_programs, unchecked, never_lowers, devices):
+    """Everything it has, on the first of four devices and on all; answers of all kinds stay what they were."""
+    if devices > len(jax.devices()):
+        pytest.skip(f"needs {devices} devices")
+    options = {"max_num_seqs": 1, "max_model_len": 128, "max_num_batched_tokens": 64, "tensor_parallel_size": devices}
 
     def answers():
-        llm = golden_llm(PAIR, max_num_seqs=1, max_model_len=128, max_num_batched_tokens=64)
+        llm = golden_llm(PAIR, **options)
         llm.engine.compile()
         kinds = greedy(40, logprobs=2), SamplingParams(temperature=0.8, seed=1, max_tokens=20, presence_penalty=0.5)
         answers = [llm.generate(prompt(*CASE["input_ids"]), kind)[0].outputs[0] for kind in kinds]

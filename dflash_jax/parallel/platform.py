@@ -82,7 +82,7 @@ def compiler_options(platform: str, *, has_room: bool = True) -> dict[str, Any]:
 def enable_compilation_cache() -> None:
     """Let JAX keep what it compiles over restarts, unless the user has configured its cache.
 
-    Not on CPUs, whose engines keep their own programs (`folder_of_programs`).
+    Not on CPUs: what JAX has loaded there cannot be saved again as a program of an engine (`folder_of_programs`).
     """
     if _may_keep() and jax.default_backend() != "cpu":
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
@@ -93,9 +93,9 @@ def enable_compilation_cache() -> None:
 def folder_of_programs() -> Path | None:
     """The folder in which engines keep compiled programs, which spares tracing, too; None if they keep none.
 
-    That has run on CPUs only: on accelerators JAX keeps what it compiles.
+    That has run on CPUs and GPUs only: on TPUs JAX keeps what it compiles.
     """
-    return cache_folder() / "programs" if _may_keep() and jax.default_backend() == "cpu" else None
+    return cache_folder() / "programs" if _may_keep() and jax.default_backend() != "tpu" else None
 
 
 def _may_keep() -> bool:

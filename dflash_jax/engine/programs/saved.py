@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jaxlib
 from jax.experimental import serialize_executable
+from jax.sharding import NamedSharding
 
 from dflash_jax.base.env import xla_flags
 from dflash_jax.engine.programs.program import Program
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 class SavedPrograms:
     """Programs of one version of the code, on the devices of this process, in files.
 
-    Nothing here raises: what cannot be saved or read is compiled. Programs over several devices are not saved.
+    Nothing here raises: what cannot be saved or read is compiled.
 
     Args:
         folder: with a folder in it for each version. JAX unpickles what lies there, so it must be the user's own.
@@ -100,12 +101,13 @@ class SavedPrograms:
             logger.info("%s is not kept for the next start: %s", program.label, error)
 
     def _file(self, program: Program) -> Path | None:
-        """The file of a program; None if it has several devices, or its text may be that of another one."""
-        if self._folder is None or len(_devices(program)) != 1:
+        """The file of a program; None if it has no devices, or its text may be that of another one."""
+        devices = [device.id for device in _devices(program)]
+        if self._folder is None or not devices:
             return None
         function, structure, leaves, static = program.key
         named = [(name, _named(value)) for name, value in static]
-        text = repr((_named(function), str(structure), leaves, named, program.options))
+        text = repr((_named(function), str(structure), leaves, named, program.options, devices))
         return None if " at 0x" in text else self._folder / _digest(text)  # the address of an object without a name
 
 
@@ -147,8 +149,10 @@ def _built(described: Any, arguments: Sequence[Any]) -> Any:
 
 
 def _devices(program: Program) -> list[jax.Device]:
-    """The devices of a program, as far as its arguments lie on any."""
-    return sorted({d for leaf in program.leaves if leaf.sharding for d in leaf.sharding.device_set}, key=lambda d: d.id)
+    """The devices of a program in the order of its mesh, as far as its arguments lie on any."""
+    shardings = [leaf.sharding for leaf in program.leaves if leaf.sharding]
+    meshes = [s.mesh.devices.flat if isinstance(s, NamedSharding) else s.device_set for s in shardings]
+    return list(max(meshes, key=len, default=()))
 
 
 def _named(value: Any) -> str:
