@@ -124,7 +124,9 @@ def load(
     if frontend.num_tokens < target.vocab_size:
         target = replace(target, num_tokens=frontend.num_tokens)
     mesh = Mesh.of(config.tensor_parallel_size)
+    draft = None if draft is None else draft.over(mesh.size)
     if target_params is None:
+        target = target.over(mesh.size)
         loaded = _load(folder, target, config, mesh, quantize=rounded if quantize else None)
     else:
         loaded = Model(target, dict(target_params), load_kv_scales(folder, target))
@@ -174,6 +176,7 @@ def load_other_draft(draft_model: str | Path, engine: Engine) -> Model:
     folder = resolve_folder(draft_model)
     target = Model(engine.spec.target, engine.runner.params[0], None)
     draft = read_draft_config(folder, engine.spec.target)
+    draft = draft.over(engine.config.tensor_parallel_size)
     if draft != engine.spec.draft:
         raise ConfigError(f"{folder}: its configuration is not that of the drafter in use; load it with a new LLM.")
     return _load_draft(folder, draft, target, engine.config, engine.runner.mesh)

@@ -19,7 +19,7 @@ from dflash_jax.weights.export import dense_params, draft_raw_config, quantize_r
 from dflash_jax.weights.loader import load_params
 from dflash_jax.weights.parameters import checkpoint_tensors
 from dflash_jax.weights.safetensors import list_tensors
-from tests.pairs import DRAFT, TARGET, write_model
+from tests.pairs import DRAFT, HYBRID, TARGET, write_model
 
 HALF_STEP = 2.0**-4  # of e4m3: 3 bits of mantissa, so half a step is 1/16 of a number at most
 
@@ -51,6 +51,27 @@ def test_what_was_written_is_read(tmp_path, raw, dtype):
     assert read_json(tmp_path / "new" / "model" / "config.json") == raw
     stored = {info.dtype for info in list_tensors(tmp_path / "new" / "model").values()}
     assert stored == {np.dtype(dtype)} | ({np.dtype(np.int64)} if "draft_vocab_size" in raw else set())
+
+
+@pytest.mark.parametrize(
+    ("raw", "devices", "kv_heads"),
+    [
+        (TARGET | {"attention_bias": True}, 4, 4),
+        (DRAFT, 4, 4),
+        (HYBRID, 4, 4),
+        (TARGET, 2, 2),  # divide
+        (TARGET, 3, 2),  # queries do not divide
+    ],
+)
+def test_copies_of_kv_heads_are_written_once(tmp_path, raw, devices, kv_heads):
+    config, params = loaded(tmp_path, raw)
+    over = config.over(devices)
+    assert (over.num_key_value_heads, over.stored) == (kv_heads, config)
+    assert (over.over(1), over.over(devices)) == (config, over)
+    copied = load_params(tmp_path / "first", over, jnp.float32)
+    written = checkpoint_tensors(over, copied)
+    for name, tensor in checkpoint_tensors(config, params).items():
+        np.testing.assert_array_equal(written[name], tensor)
 
 
 @pytest.mark.parametrize("raw", [TARGET, DRAFT | {"draft_vocab_size": 20, "attention_bias": True}])

@@ -108,10 +108,13 @@ def test_chunked_prefill_leaves_no_gap_in_drafter_context():
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 def test_sharded_over_four_devices():
-    name = "qwen3_swa_tied"  # 2 kv heads of the target do not divide by 4, and are replicated
+    name = "qwen3_swa_tied"  # the target's 6 query heads do not divide by 4; the drafter's do: its kv heads are copied
     cases = golden_cases(name)
     llm = golden_llm(name, tensor_parallel_size=4, max_num_seqs=2)
     weight = llm.engine.target.params["layers_0"]["mlp"]["gate_up_proj"]
     assert {shard.data.shape[0] for shard in weight.addressable_shards} == {weight.shape[0] // 4}
+    caches = llm.engine.runner.caches
+    kept = [{shard.data.shape[1] for shard in c.keys[0].addressable_shards} for c in (caches.target, caches.draft)]
+    assert kept == [{2}, {1}]
     prompts = [prompt(*case["input_ids"]) for case in cases]
     assert_matches_reference(in_parts(llm, prompts, greedy(80), most=1), cases)

@@ -71,6 +71,7 @@ def test_one_scale_a_head(tmp_path, shape):
     assert scales.k.dtype == scales.v.dtype == np.float32
     np.testing.assert_array_equal(scales.k[:2], [[3, 7], [1, 1]])
     np.testing.assert_array_equal(scales.v, 1)
+    np.testing.assert_array_equal(load_kv_scales(tmp_path, CONFIG.over(4)).k[:2], [[3, 3, 7, 7], [1, 1, 1, 1]])
 
 
 def test_one_scale_for_keys_and_values(tmp_path):

@@ -184,6 +184,7 @@ def _measure_all(
     cells += [("prefill", Cell(1, context)) for context in args.context if args.prefill]
     number, total = 0, len(cells) * sum(len(configs) for _, configs in plans)
     for mesh, configs in plans:
+        target, draft = target.over(mesh.size), None if draft is None else draft.over(mesh.size)
         with phase("making random weights"):
             model = _random_model(target, configs[0], mesh, seed=0, quantization=args.target_quantization)
             drafter = None if draft is None else _random_drafter(draft, model, configs[0], mesh)

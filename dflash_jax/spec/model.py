@@ -6,8 +6,8 @@ of target layers, masks are per layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
 
 from dflash_jax.spec.quantization import Quantization
 
@@ -198,6 +198,7 @@ class DecoderConfig:
     Attributes:
         zero_centered_norms: norms of layers, queries, keys and the last one multiply by 1 + w in float32, w being what
             the checkpoint holds. The norm inside of a Gated DeltaNet layer multiplies by w.
+        kv_copies: how many of the kv heads, side by side, are one kv head of the checkpoint (`over`).
     """
 
     vocab_size: int  # V
@@ -214,6 +215,25 @@ class DecoderConfig:
     mlp_bias: bool
     dtype: str  # of the checkpoint
     zero_centered_norms: bool = field(default=False, kw_only=True)
+    kv_copies: int = field(default=1, kw_only=True)
+
+    def over(self, devices: int) -> Self:
+        """The model as so many devices hold it.
+
+        Where there are more devices than kv heads, each kv head is copied, so that every device has one, for its share
+        of the queries. Else every device would hold all kv heads, twice the bytes of a token with two on four devices,
+        and compute the attention of all queries.
+        """
+        stored = self.stored
+        copies, rest = divmod(devices, stored.num_key_value_heads)
+        if rest or copies == 0 or self.num_attention_heads % devices:
+            return stored
+        return replace(stored, num_key_value_heads=devices, kv_copies=copies)
+
+    @property
+    def stored(self) -> Self:
+        """The model as its checkpoint holds it."""
+        return replace(self, num_key_value_heads=self.num_key_value_heads // self.kv_copies, kv_copies=1)
 
     @property
     def num_hidden_layers(self) -> int:

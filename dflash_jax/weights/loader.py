@@ -66,8 +66,9 @@ def load_kv_scales(folder: Path, config: TargetConfig | DraftConfig) -> KVScales
     scales_of = {x: [_kv_scale(tensors, kv_scale_names(config, i, x, naming), config) for i in layers] for x in "kv"}
     if all(scale is None for scales in scales_of.values() for scale in scales):
         return None
-    one = np.ones(config.num_key_value_heads, np.float32)
-    k, v = (np.stack([one if scale is None else one * scale for scale in scales_of[x]]) for x in ("k", "v"))
+    one = np.ones(config.stored.num_key_value_heads, np.float32)
+    scales = (np.stack([one if scale is None else one * scale for scale in scales_of[x]]) for x in ("k", "v"))
+    k, v = (np.repeat(scale, config.kv_copies, axis=1) for scale in scales)
     return KVScales(k=k, v=v)
 
 
@@ -81,7 +82,7 @@ def _kv_scale(
     info, *others = infos
     if others:
         raise CheckpointError(f"{info.file}: {info.name!r} and {others[0].name!r} are the same scale; remove one.")
-    heads = config.num_key_value_heads
+    heads = config.stored.num_key_value_heads
     if not jnp.issubdtype(info.dtype, jnp.floating) or tuple(n for n in info.shape if n != 1) not in ((), (heads,)):
         raise CheckpointError(
             f"{info.file}: tensor {info.name!r} should hold one float, or one for each of {heads} kv heads, and is "

@@ -1,12 +1,13 @@
 """In which order our arrays hold the rows of a checkpoint's tensors, where it is not the checkpoint's own.
 
-A permutation of rows is applied when a tensor is loaded and undone when it is written. There are two reasons for one:
+Rows are moved when a tensor is loaded, and back when it is written. There are two reasons for it:
 
 - Kernels rotate the pairs (i, i + H/2) of a whole head. A model that rotates the first r dimensions only pairs
   (i, i + r/2), so the dimensions of its queries and keys are moved to where kernels look for them; the others follow
   with an angle of 0 (`models.rope`). Attention sums over the dimensions of a head, so their order changes no score.
 - Devices share whole heads. What belongs to a head lies side by side: the gates and queries of a kv head, and the
-  query, key and values of a key head of Gated DeltaNet.
+  query, key and values of a key head of Gated DeltaNet. Where devices outnumber kv heads, these are copied
+  (`DecoderConfig.over`): several of our rows are one row of the checkpoint.
 """
 
 from __future__ import annotations
@@ -22,13 +23,19 @@ Order = Int[np.ndarray, " rows"]  # row i of ours is row order[i] of the checkpo
 def row_orders(config: DecoderConfig) -> dict[str, Order]:
     """The order of the rows of tensors, by the name of their module (`q_proj`); others stay as they are."""
     rotary = rotary_order(config.head_dim, config.rope.rotary_dim(config.head_dim))
+    is_partial = config.rope.partial_rotary_factor != 1
+    heads = np.repeat(np.arange(config.stored.num_key_value_heads), config.kv_copies)
     orders: dict[str, Order] = {}
     if config.has_gated_attention:
         orders["q_proj"] = _gates_and_queries(config, rotary)
-    elif config.rope.partial_rotary_factor != 1:
-        orders["q_proj"] = _heads(config.num_attention_heads, rotary)
-    if config.rope.partial_rotary_factor != 1:
-        orders |= {"k_proj": _heads(config.num_key_value_heads, rotary), "q_norm": rotary, "k_norm": rotary}
+    elif is_partial:
+        orders["q_proj"] = _heads(np.arange(config.num_attention_heads), rotary)
+    if is_partial:
+        orders |= {"q_norm": rotary, "k_norm": rotary}
+    if is_partial or config.kv_copies > 1:
+        orders["k_proj"] = _heads(heads, rotary)
+    if config.kv_copies > 1:
+        orders["v_proj"] = _heads(heads, np.arange(config.head_dim))
     if config.gated_delta is not None:
         orders["in_proj_qkv"] = orders["conv1d"] = _channels(config.gated_delta)
     return orders
@@ -42,13 +49,13 @@ def rotary_order(head_dim: int, rotary_dim: int) -> Order:
 
 
 def inverse(order: Order) -> Order:
-    """The order that undoes an order."""
-    return np.argsort(order)
+    """The order that undoes an order: where each row of the checkpoint is, or its first copy."""
+    return np.unique(order, return_index=True)[1]
 
 
-def _heads(heads: int, order: Order) -> Order:
-    """An order of the dimensions of each head."""
-    return np.arange(heads * len(order)).reshape(heads, -1)[:, order].ravel()
+def _heads(heads: Int[np.ndarray, " heads"], order: Order) -> Order:
+    """Some of the checkpoint's heads, with an order of the dimensions in each."""
+    return (heads[:, None] * len(order) + order).ravel()
 
 
 def _gates_and_queries(config: DecoderConfig, rotary: Order) -> Order:

@@ -198,7 +198,7 @@ def sizes(config: DecoderConfig) -> dict[str, int]:
 
 def checkpoint_shape(axes: str, config: DecoderConfig) -> tuple[int, ...]:
     """Shape of a tensor in the checkpoint."""
-    letters = sizes(config)
+    letters = sizes(config.stored)
     return tuple(math.prod(letters[name] for name in group) for group in axis_groups(axes))
 
 

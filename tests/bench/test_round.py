@@ -155,7 +155,7 @@ def test_a_drafter_in_fp8_reads_fewer_bytes(tmp_path, capsys):
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 def test_plain_decoding_sharded_and_a_cell_that_does_not_fit(tmp_path, capsys):
     options = SMALL | {"--output-len": 8, "--output": tmp_path / "out.json", "--kv-cache-dtype": "fp8"}
-    options |= {"--tensor-parallel-size": 4, "--kv-cache-memory-bytes": 300_000}
+    options |= {"--tensor-parallel-size": 4, "--kv-cache-memory-bytes": 150_000}
     cells = ["--batch-size", "2", "--context", "16", "200", "--plain", "--no-trace"]
     assert main(["round", *flags(options), *cells]) == 1
     fits, too_long = json.loads((tmp_path / "out.json").read_text())["rows"]
@@ -163,7 +163,7 @@ def test_plain_decoding_sharded_and_a_cell_that_does_not_fit(tmp_path, capsys):
     assert (fits["speculation"], fits["kv_cache_dtype"], fits["tensor_parallel_size"]) == (False, "float8_e4m3fn", 4)
     assert set(fits["read_gb"]) == {"target", "kv", "total"}
     quarter = 4 * (num_parameters(configs_of("tiny", None)[0]) - 512 * 64) / 4
-    assert quarter < 1e9 * fits["read_gb"]["target"] < 1.6 * quarter  # two kv heads stay whole on four devices
+    assert quarter < 1e9 * fits["read_gb"]["target"] < 1.2 * quarter  # two kv heads are four on four devices
     assert "1 of 2 sequences found no pages" in too_long["failed"]
     assert "not measured: 1 of 2 sequences" in capsys.readouterr().out
 
