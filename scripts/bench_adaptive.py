@@ -1,12 +1,13 @@
-"""Measure that speculation which gains nothing costs nothing: tokens/s plain, and with adaptive length.
+"""Measure what choosing block lengths gains and costs: tokens/s plain, with fixed lengths, and with an adaptive one.
 
 "unused" has a drafter and never drafts: its loss against plain decoding is the cost of the drafter's context. The
-further loss of "adaptive" is the cost of choosing lengths and of trials. "fixed" verifies every block.
-
-The weights of a Qwen3-8B and of a five-layer drafter are random, made on the device: no draft is ever right, the worst
-case.
+further loss of "adaptive" is the cost of choosing lengths and of trials. "fixed" verifies every block, "fixed-8" eight
+tokens of it. Weights are random, made on the device, so no draft is ever right: the worst case. `--acceptance 0.9`
+keeps each draft with this probability after those before it, whatever the target says (7 of 15 on average).
 
     python scripts/bench_adaptive.py --batches 1 4 16 --context 1024 --json scripts/bench_adaptive_h200.json
+    python scripts/bench_adaptive.py --model qwen3.5-35b-a3b --draft-quantization fp8 --batches 1 --acceptance 0.9 \
+        --speculation fixed-4 fixed-8 fixed adaptive --json FILE
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from dflash_jax.base.env import claim_device_memory
 from dflash_jax.bench.round_engine import random_sequences
-from dflash_jax.bench.round_models import configs_of, random_params
+from dflash_jax.bench.round_models import PRESETS, configs_of, random_params
+from dflash_jax.engine.device.acceptance import accepted
 from dflash_jax.engine.device.model import Model, quantized
 from dflash_jax.engine.device.shapes import Load
 from dflash_jax.engine.engine import Engine
@@ -36,7 +41,23 @@ from dflash_jax.parallel.platform import enable_compilation_cache
 from dflash_jax.spec import DraftConfig, TargetConfig
 from pallas_kernels.lib.timing import save
 
-SLIDING_WINDOW = 2048  # tokens; all layers of the drafter but the last slide
+SLIDING_WINDOW = 2048  # tokens; all layers of Qwen3-8B's drafter but the last slide
+KNUTH = 2_654_435_769  # 2**32 over the golden ratio: products with it scatter token ids
+
+
+def keep_by_chance(tokens: Int[Array, "B T"], drafts: Int[Array, "B R"], *, acceptance: float) -> Int[Array, " B"]:
+    """A replacement of `accepted`: each draft is kept with this probability after those before it.
+
+    Chance is a hash of the first token and the first draft, so that a part of the block keeps what the whole would.
+    """
+    if drafts.shape[1] == 0:
+        return jnp.zeros(len(drafts), jnp.int32)
+    hashed = (tokens[:, 0].astype(jnp.uint32) * 31 + drafts[:, 0].astype(jnp.uint32) + 1) * jnp.uint32(KNUTH)
+    hashed = (hashed ^ (hashed >> 15)) * jnp.uint32(KNUTH)
+    uniform = ((hashed >> 8).astype(jnp.float32) + 0.5) / 2**24
+    kept = jnp.floor(jnp.log(uniform) / jnp.log(acceptance)).astype(jnp.int32)
+    kept, _ = jax.lax.optimization_barrier((jnp.minimum(kept, drafts.shape[1]), accepted(tokens, drafts)))
+    return kept
 
 
 class CountedLengths(BlockLengths):
@@ -99,7 +120,7 @@ def measure(name: str, models: Seq[Model], args: argparse.Namespace) -> list[dic
     engine_args = EngineArgs(
         max_num_seqs=max(args.batches),
         max_model_len=args.context + args.tokens + 64,
-        num_speculative_tokens=draft_config.block_size - 1 if draft_config and name == "fixed" else None,
+        num_speculative_tokens=fixed_drafts(name, draft_config.block_size) if draft_config else None,
         kv_cache_dtype=args.kv_cache_dtype,
         draft_quantization=args.draft_quantization if draft_config else None,
         compile_at_start=False,
@@ -107,6 +128,8 @@ def measure(name: str, models: Seq[Model], args: argparse.Namespace) -> list[dic
     config = EngineConfig.of(engine_args, target.config, draft_config)
     started = time.perf_counter()
     engine = Engine(target, draft, mesh=Mesh.of(1), config=config)
+    if args.acceptance is not None and draft is not None:
+        engine.runner.confirm = partial(keep_by_chance, acceptance=args.acceptance)
     compile_for(engine, args.batches, args.context, args.tokens)
     row = {"speculation": name, "start_s": time.perf_counter() - started}
     rows = []
@@ -119,6 +142,12 @@ def measure(name: str, models: Seq[Model], args: argparse.Namespace) -> list[dic
             rows.append(row | {"batch": batch, "repeat": repeat, "compiles": engine.num_compiles} | figures)
             print(rows[-1], flush=True)
     return rows
+
+
+def fixed_drafts(name: str, block: int) -> int | None:
+    """Drafts of each round of a kind of speculation; None where they are chosen."""
+    kind, _, length = name.partition("-")
+    return int(length or block) - 1 if kind == "fixed" else None
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
@@ -139,20 +168,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--speculation", nargs="+", default=["plain", "unused", "adaptive"])
+    parser.add_argument("--model", choices=PRESETS, default="qwen3-8b")
+    parser.add_argument("--acceptance", type=float, help="probability that a draft is kept after those before it")
+    parser.add_argument("--target-quantization", choices=["int4", "fp8"], help="of the target's random matrices")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=400, help="to decode, of which the second half is timed")
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement; the median is compared")
     add_option(parser, EngineArgs, "kv_cache_dtype")
     add_option(parser, EngineArgs, "draft_quantization")
-    parser.add_argument("--small", action="store_true", help="a small model, to try the script on a CPU")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     claim_device_memory()
     enable_compilation_cache()
-    target, draft = configs_of("tiny" if args.small else "qwen3-8b", None, sliding_window=SLIDING_WINDOW)
-    dtype, mesh = jnp.dtype("bfloat16"), Mesh.of(1)
+    window = SLIDING_WINDOW if args.model == "qwen3-8b" else None
+    target, draft = configs_of(args.model, None, sliding_window=window)
+    dtype, mesh = jnp.dtype(target.dtype), Mesh.of(1)
     models = [
-        Model(target, random_params(target, dtype, mesh, 0), None),
+        Model(target, random_params(target, dtype, mesh, 0, args.target_quantization), None),
         Model(draft, random_params(draft, dtype, mesh, 1, "int4" if args.draft_quantization == "int4" else None), None),
     ]
     if args.draft_quantization == "fp8":

@@ -69,8 +69,9 @@ def test_the_counter_counts(tmp_path):
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("has_experts", [True, False])
 @pytest.mark.parametrize("max_num_batched_tokens", [7, 64, 8192])
-def test_shapes_hold_what_comes(on_cpu, adaptive, max_num_batched_tokens):
+def test_shapes_hold_what_comes(on_cpu, adaptive, has_experts, max_num_batched_tokens):
     shapes = Shapes.of(
         max_num_seqs=12,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -80,10 +81,13 @@ def test_shapes_hold_what_comes(on_cpu, adaptive, max_num_batched_tokens):
         block=16,
         adaptive=adaptive,
         on_cpu=on_cpu,
+        has_experts=has_experts,
     )
     assert shapes.batches == (1, 2, 4, 8, 12)
     assert shapes.tables == ((641,) if on_cpu else (64, 641))
     assert shapes.lengths == ((1, 4, 8, 16) if adaptive else (1, 16))
+    assert shapes.lengths_at(4) == (shapes.lengths if on_cpu or has_experts else (1, 16))
+    assert shapes.lengths_at(8) == ((1, 8, 16) if on_cpu and adaptive else shapes.lengths)
     assert [shapes.batch(n) for n in (1, 3, 12)] == [1, 4, 12]
     assert [shapes.table(n) for n in (65, 641)] == [641, 641]
     known = set(shapes.prefills())

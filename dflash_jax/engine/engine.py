@@ -64,6 +64,7 @@ class Engine:
             adaptive=config.adaptive_speculation,
             on_cpu=mesh.is_cpu,
             has_snapshots=self.layout.snapshots is not None,
+            has_experts=target.config.experts is not None,
         )
         self.scheduler = Scheduler(self.layout, config.max_num_seqs)
         self.snapshots = Snapshots(self.scheduler, config.max_num_seqs)
