@@ -204,5 +204,9 @@ def test_the_users_own_cache_stays_the_only_one(monkeypatch, tmp_path):
     try:
         jax.config.update("jax_compilation_cache_dir", None)
         assert platform.folder_of_programs() == tmp_path / "programs"
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        platform.enable_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
+        assert platform.folder_of_programs() == tmp_path / "programs"  # beside JAX's cache of other programs
     finally:
         jax.config.update("jax_compilation_cache_dir", folder)

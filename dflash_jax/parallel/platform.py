@@ -85,7 +85,7 @@ def enable_compilation_cache() -> None:
     Not on CPUs: what JAX has loaded there cannot be saved again as a program of an engine (`folder_of_programs`).
     """
     if _may_keep() and jax.default_backend() != "cpu":
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+        jax.config.update("jax_compilation_cache_dir", _jaxs_folder())
         # The engine has many small programs; compiling all of them takes as long as compiling the large ones.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
@@ -101,4 +101,10 @@ def folder_of_programs() -> Path | None:
 def _may_keep() -> bool:
     """Whether the user has left it to us where compiled programs are kept."""
     options = jax.config.values
-    return options["jax_compilation_cache_dir"] is None and bool(options["jax_enable_compilation_cache"])
+    is_users = options["jax_compilation_cache_dir"] not in (None, _jaxs_folder())
+    return bool(options["jax_enable_compilation_cache"]) and not is_users
+
+
+def _jaxs_folder() -> str:
+    """The folder of JAX's own cache."""
+    return str(cache_folder() / "xla")
