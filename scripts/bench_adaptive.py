@@ -3,7 +3,8 @@
 "unused" has a drafter and never drafts: its loss against plain decoding is the cost of the drafter's context. The
 further loss of "adaptive" is the cost of choosing lengths and of trials. "fixed" verifies every block, "fixed-8" eight
 tokens of it. Weights are random, made on the device, so no draft is ever right: the worst case. `--acceptance 0.9`
-keeps each draft with this probability after those before it, whatever the target says (7 of 15 on average).
+keeps each draft with this probability after those before it, whatever the target says (7 of 15 on average); requests
+are sampled then, since the tokens are what decides.
 
     python scripts/bench_adaptive.py --batches 1 4 16 --context 1024 --json scripts/bench_adaptive_h200.json
     python scripts/bench_adaptive.py --model qwen3.5-35b-a3b --draft-quantization fp8 --batches 1 --acceptance 0.9 \
@@ -31,9 +32,10 @@ from dflash_jax.bench.round_engine import random_sequences
 from dflash_jax.bench.round_models import PRESETS, configs_of, random_params
 from dflash_jax.engine.device.acceptance import accepted
 from dflash_jax.engine.device.model import Model, quantized
-from dflash_jax.engine.device.shapes import Load
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.host.adaptive import BlockLengths
+from dflash_jax.engine.host.inputs import load_of
+from dflash_jax.engine.host.sequence import Sequence
 from dflash_jax.options import EngineArgs, EngineConfig
 from dflash_jax.options.flags import add_option
 from dflash_jax.parallel.mesh import Mesh
@@ -76,14 +78,15 @@ class CountedLengths(BlockLengths):
         return length, wanted
 
 
-def compile_for(engine: Engine, batches: list[int], context: int, tokens: int) -> None:
-    """Compile the programs of this load, and no others."""
-    engine.compile(Load(max(batches), frozenset({context}), context + tokens, frozenset({"greedy"})))
+def requests(engine: Engine, batch: int, args: argparse.Namespace, *, speculation: bool) -> list[Sequence]:
+    """A batch of random prompts."""
+    options = {"speculation": speculation} | ({} if args.acceptance is None else {"temperature": 1.0})
+    return random_sequences(batch, args.context, args.tokens, engine.spec.target.vocab_size, **options)
 
 
-def run(engine: Engine, batch: int, context: int, tokens: int, *, speculation: bool) -> dict[str, Any]:
-    """Decode `tokens` tokens for each of a batch of random prompts; the second half, in which all decode, is timed."""
-    sequences = random_sequences(batch, context, tokens, engine.spec.target.vocab_size, speculation=speculation)
+def run(engine: Engine, sequences: list[Sequence]) -> dict[str, Any]:
+    """Decode all tokens of some requests; the second half, in which all decode, is timed."""
+    batch, tokens = len(sequences), sequences[0].max_new_tokens
     engine.add(sequences)
     lengths = engine.planner.lengths
     half = None
@@ -130,7 +133,8 @@ def measure(name: str, models: Seq[Model], args: argparse.Namespace) -> list[dic
     engine = Engine(target, draft, mesh=Mesh.of(1), config=config)
     if args.acceptance is not None and draft is not None:
         engine.runner.confirm = partial(keep_by_chance, acceptance=args.acceptance)
-    compile_for(engine, args.batches, args.context, args.tokens)
+    speculates = name != "unused"
+    engine.compile(load_of(requests(engine, max(args.batches), args, speculation=speculates)))  # and nothing else
     row = {"speculation": name, "start_s": time.perf_counter() - started}
     rows = []
     for repeat in range(args.repeats):
@@ -138,7 +142,7 @@ def measure(name: str, models: Seq[Model], args: argparse.Namespace) -> list[dic
             engine.planner.lengths = CountedLengths(engine.shapes.lengths, config.max_num_seqs)
         for batch in args.batches:
             engine.scheduler.flush_cache()
-            figures = run(engine, batch, args.context, args.tokens, speculation=name != "unused")
+            figures = run(engine, requests(engine, batch, args, speculation=speculates))
             rows.append(row | {"batch": batch, "repeat": repeat, "compiles": engine.num_compiles} | figures)
             print(rows[-1], flush=True)
     return rows
