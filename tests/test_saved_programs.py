@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax import SamplingParams
@@ -54,12 +55,17 @@ def store_in(folder):
     return Programs(saved=module.SavedPrograms(folder))
 
 
+def use_jaxs_cache(is_enabled):
+    jax.config.update("jax_enable_compilation_cache", is_enabled)
+    compilation_cache.reset_cache()  # JAX asks its settings once
+
+
 @pytest.fixture(autouse=True)
 def without_jaxs_cache():
     """A program that XLA's CPU backend has loaded is saved without its code."""
-    jax.config.update("jax_enable_compilation_cache", False)
+    use_jaxs_cache(False)
     yield
-    jax.config.update("jax_enable_compilation_cache", True)
+    use_jaxs_cache(True)
 
 
 @pytest.fixture

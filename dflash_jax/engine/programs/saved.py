@@ -32,6 +32,7 @@ from jax.sharding import NamedSharding
 
 from dflash_jax.base.env import xla_flags
 from dflash_jax.engine.programs.program import Program
+from pallas_kernels import load_runtime
 
 PACKAGES = ("dflash_jax", "pallas_kernels")  # whose code programs are traced from
 UNUSED_SECONDS = 30 * 86_400  # after which the programs of another version, or of other devices, are deleted
@@ -54,6 +55,7 @@ class SavedPrograms:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.utime(self._folder)
+            load_runtime()
             for other in folder.iterdir():
                 if time.time() - other.stat().st_mtime > UNUSED_SECONDS:
                     shutil.rmtree(other, ignore_errors=True)
