@@ -232,9 +232,9 @@ def test_only_a_drafter_of_the_same_configuration_takes_anothers_place(tmp_path)
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-@pytest.mark.parametrize("kv_heads", [4, 2])  # which four devices can share, and cannot
-def test_four_devices_hold_what_one_holds(tmp_path, kv_heads):
-    sizes = {"num_key_value_heads": kv_heads, "vocab_size": 64}
+@pytest.mark.parametrize("heads", [4, 6])  # which four devices can share, and cannot
+def test_four_devices_hold_what_one_holds(tmp_path, heads):
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": 64}
     folders = small_pair(tmp_path, sizes, sizes)
     options = {"max_num_seqs": 1, "num_speculative_tokens": 5, "draft_quantization": "fp8"}
     one, four = (LLM(*folders, tensor_parallel_size=devices, **options) for devices in (1, 4))
@@ -244,15 +244,15 @@ def test_four_devices_hold_what_one_holds(tmp_path, kv_heads):
     for weight, divided, by_rows in (
         (draft["lm_head"], True, True),
         (draft["fc"], False, False),
-        (draft[CONTEXT], kv_heads == 4, kv_heads == 4),
-        (layer["self_attn"]["qkv_proj"], kv_heads == 4, kv_heads == 4),
-        (layer["self_attn"]["o_proj"], True, False),
+        (draft[CONTEXT], heads == 4, heads == 4),
+        (layer["self_attn"]["qkv_proj"], heads == 4, heads == 4),
+        (layer["self_attn"]["o_proj"], heads == 4, False),
         (layer["mlp"]["gate_up_proj"], True, True),
         (layer["mlp"]["down_proj"], True, False),
     ):
         shards = [array.addressable_shards[0].data.size * 4 == array.size for array in (weight.values, weight.scales)]
         assert shards == [divided, by_rows]
-    if kv_heads == 4:
+    if heads == 4:
         outputs = [llm.generate(prompts_of(2, 64), greedy(20)) for llm in (one, four)]
         assert tokens_of(outputs[0]) == tokens_of(outputs[1])
 

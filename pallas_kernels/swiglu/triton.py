@@ -17,14 +17,17 @@ from pallas_kernels.lib.streams import Config, slower
 
 __all__ = ["default_config", "refusal", "slower", "swiglu"]
 
+ROWS = 64  # of gate and of up in a program
+
 
 def default_config(weight: Any) -> Config:
-    """The fastest measured (BENCH.md): 64 rows of gate and of up, 32 where 64 do not divide the parts.
+    """The fastest measured (BENCH.md): steps of 64 inputs, or 128 where no multiprocessor gets two programs.
 
-    A step has 128 inputs, so that 128 KiB are on their way to each multiprocessor, also where several GPUs share the
-    weight and most multiprocessors get one program: 21.8 us with a quarter of Qwen3-8B's, and 27.1 with steps of 64.
+    Those must have as much on its way as several: a quarter of Qwen3-8B's weight, as each of four GPUs has it, takes an
+    H100 21.8 us, and 27.1 with steps of 64.
     """
-    return Config(rows=32 if weight.shape[2] % 64 else 64, depth=128, num_stages=4)
+    is_one_round = weight.shape[0] * weight.shape[2] // ROWS <= _compat.sm_count()
+    return Config(rows=ROWS, depth=128 if is_one_round else 64, num_stages=4)
 
 
 def refusal(x: Any, weight: Any) -> str | None:

@@ -129,7 +129,9 @@ def test_no_tokens():
     assert swiglu_triton.swiglu(*operands((0,), (2, 2, 64, 128), BF16)).shape == (0, 128)
 
 
-@pytest.mark.parametrize("shape", [(4096, 4096), (6144, 4096), (4096, 12288), (16, 2, 768, 4096)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4096, 4096), (6144, 4096), (4096, 12288), (16, 2, 768, 4096), (4, 2, 768, 4096)], ids=str
+)
 def test_lowers(shape):
     function = triton.product if len(shape) == 2 else swiglu_triton.swiglu
     assert "xla.gpu.triton" in cuda_lowering(lambda *given: function(*given), *shapes((1, 16), shape))
