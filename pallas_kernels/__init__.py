@@ -4,7 +4,6 @@
 themselves, so that a model of many layers traces and lowers each of them once.
 """
 
-from pallas_kernels._compat import load_runtime
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Peers, all_reduce, all_reduce_add_norm
 from pallas_kernels.experts import experts
@@ -29,7 +28,6 @@ __all__ = [
     "gated",
     "largest",
     "largest_product",
-    "load_runtime",
     "paged_attention",
     "product",
     "quantize_gated",

@@ -63,16 +63,6 @@ def _triton_backend() -> Any:
     return triton
 
 
-def load_runtime() -> None:
-    """Load what compiled programs call that no kernel of this process has loaded: the runtime of Mosaic's GPU kernels.
-
-    XLA finds it by an environment variable that this import sets. Without it a program from a file fails to load:
-    "Symbols not found: [mosaic_gpu_launch_kernel]".
-    """
-    if jax.default_backend() == "gpu":
-        from jax.experimental.pallas import mosaic_gpu  # noqa: F401
-
-
 def mosaic_in_place(
     body: Callable[[Any], None], arrays: list[jax.Array], mesh: Any, *, compiler_params: Any, name: str
 ) -> list[jax.Array]:

@@ -98,6 +98,16 @@ def folder_of_programs() -> Path | None:
     return cache_folder() / "programs" if _may_keep() and jax.default_backend() != "tpu" else None
 
 
+def load_runtime() -> None:
+    """Load what compiled programs call that no kernel of this process has loaded: the runtime of Mosaic's GPU kernels.
+
+    XLA finds it by an environment variable that this import sets. Without it a program from a file fails to load:
+    "Symbols not found: [mosaic_gpu_launch_kernel]".
+    """
+    if jax.default_backend() == "gpu":
+        from jax.experimental.pallas import mosaic_gpu  # noqa: F401
+
+
 def _may_keep() -> bool:
     """Whether the user has left it to us where compiled programs are kept."""
     options = jax.config.values

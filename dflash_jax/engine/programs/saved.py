@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding
 
 from dflash_jax.base.env import xla_flags
 from dflash_jax.engine.programs.program import Program
-from pallas_kernels import load_runtime
+from dflash_jax.parallel.platform import load_runtime
 
 PACKAGES = ("dflash_jax", "pallas_kernels")  # whose code programs are traced from
 UNUSED_SECONDS = 30 * 86_400  # after which the programs of another version, or of other devices, are deleted
