@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.engine.host.adaptive import LEAD, BlockLengths, RoundClock
+from tests.pairs import golden_llm, greedy, prompt
 
 LENGTHS = (1, 2, 4, 8, 16)
 SLOTS = 64
@@ -318,3 +319,23 @@ def test_the_clock_counts_rounds_and_nothing_else():
     assert reads(148.5, 158.5, 168.5, was_ready=True) == [None, None, 10.0]
     clock.restart()
     assert reads(200.0, was_ready=True) == [None]
+
+
+def test_the_first_run_of_a_program_is_no_measurement(monkeypatch):
+    llm, prompts, params = golden_llm("qwen3_swa_tied"), [prompt(1, 2, 3)], [greedy(200)]
+    engine, push, are_timed = llm.engine, llm.engine._push, []
+
+    def forget_runs_before_the_fourth_round(step):
+        if step.length:
+            are_timed.append(step.is_timed)
+            if len(are_timed) == 3:
+                for program in engine.runner._programs.values():
+                    program.has_run = False
+        push(step)
+
+    llm.compile(prompts, params)
+    llm.generate(prompts, params)
+    monkeypatch.setattr(engine, "_push", forget_runs_before_the_fourth_round)
+    llm.generate(prompts, params)
+    assert len(are_timed) > 5
+    assert are_timed == [i not in (0, 3) for i in range(len(are_timed))]  # the first one follows a prefill

@@ -40,6 +40,7 @@ class Program:
         executable: the compiled program; None before it is compiled and after it was dropped.
         error: why it could not be compiled in the background; raised by the next call.
         used: when it was called last, as `time.monotonic` counts.
+        has_run: whether its first run is over, or has at least begun.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Program:
         self.executable: Callable[..., Any] | None = None
         self.error: Exception | None = None
         self.used = 0.0
+        self.has_run = False
 
     @property
     def key(self) -> tuple:
@@ -72,7 +74,7 @@ class Program:
     def __call__(self, *arguments: Any) -> Any:
         """Run the program, after compiling it if it is not compiled; raises what compiling raises."""
         executable = self.executable or self._compile(self)
-        self.used = time.monotonic()
+        self.used, self.has_run = time.monotonic(), True
         first, *others = arguments
         parameters = first.leaves if isinstance(first, FlatParams) else jax.tree.leaves(first)
         return self.result.unflatten(executable(*parameters, *jax.tree.leaves(others)))
@@ -100,6 +102,7 @@ class Program:
         if not is_spread and sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves) <= MOST_REHEARSED:
             zeros = [jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding) for leaf in self.leaves]
             jax.block_until_ready(executable(*zeros))
+            self.has_run = True
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

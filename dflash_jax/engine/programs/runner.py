@@ -52,6 +52,7 @@ class ModelRunner:
         params: parameters of target and drafter.
         slots: state of all slots, as it will be after all enqueued steps.
         caches: what is kept of processed tokens, as it will be after all enqueued steps.
+        num_first_runs: calls of programs that had not run before.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ModelRunner:
         peers = mesh.peers(config.dtype.itemsize * max(m.config.hidden_size for m in (target, draft) if m))
         self._beside = {} if peers is None else {"peers": peers}
         self._store = programs()
+        self.num_first_runs = 0
         self.confirm = accepted
         self._hand_over()
         self._key_rounding = key_rounding(self._flat_params, spec, config)
@@ -120,7 +122,9 @@ class ModelRunner:
 
     def _run(self, shape: StepShape, *inputs: Any) -> Any:
         """Enqueue a step over the current state; the caller stores the state that it returns."""
-        return self.program(shape)(*STEPS[shape.step].state(self._state(), shape.mode), *inputs)
+        program = self.program(shape)
+        self.num_first_runs += not program.has_run
+        return program(*STEPS[shape.step].state(self._state(), shape.mode), *inputs)
 
     def _state(self) -> State:
         return State(self._flat_params, self._shared, self.slots, self.caches, self._controls, self._device_sampler())
