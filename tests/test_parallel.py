@@ -1,5 +1,7 @@
 """What devices that share a model tell each other, against one device that has all of it."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
+from dflash_jax.engine.device.sampling import sample
 from dflash_jax.engine.device.slots import StepSpec
 from dflash_jax.engine.device.steps import bind_target
 from dflash_jax.models import projections
 from dflash_jax.models.projections import project_add_norm
-from dflash_jax.parallel.collectives import AUTOMATIC, Devices, likeliest, look_up
+from dflash_jax.parallel.collectives import AUTOMATIC, Devices, highest, likeliest, look_up
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import target_config
 from dflash_jax.weights.formats.fp8 import Quantized, to_e4m3
@@ -19,6 +22,7 @@ from dflash_jax.weights.parameters import build, parameters_of
 from dflash_jax.weights.tables import checkpoint_table
 from pallas_kernels import Peers, _compat
 from tests.pairs import TARGET, empty_cache
+from tests.test_sampling import sampler
 
 DEVICES = 4
 pytestmark = pytest.mark.skipif(jax.device_count() < DEVICES, reason="needs 4 devices")
@@ -50,6 +54,7 @@ def test_likeliest_is_argmax(devices, vocab_size):
     token, value = jax.jit(lambda x: likeliest(x, devices))(given)
     np.testing.assert_array_equal(token, logits.argmax(axis=-1))
     np.testing.assert_array_equal(value, np.max(logits, axis=-1))
+    np.testing.assert_array_equal(jax.jit(lambda x: highest(x, devices))(given), np.max(logits, axis=-1))
 
 
 @pytest.mark.parametrize("length", [64, 61])
@@ -122,3 +127,17 @@ def test_with_mailboxes_nothing_is_left_for_the_library_to_sum(devices, monkeypa
     traced = jax.jit(greedy).trace(params, Peers.of(devices.mesh.devices, 512) if has_peers else None)
     assert ("psum" in str(traced.jaxpr)) != has_peers
     assert ("mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()) == has_peers
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_samples_of_a_split_vocabulary(devices, temperature):
+    """XLA has nothing to sum beside what our kernels sum: rows of 128 numbers."""
+    logits, positions = random(9, 2, 3, 512) * 3, jnp.arange(6).reshape(2, 3)
+    row = sampler(2, temperature=temperature, min_p=0.05)
+    expected = sample(logits, positions, row, is_filtered=False)
+    split = jax.jit(lambda *given: sample(*given, devices, is_filtered=False))
+    compiled = split.lower(put(devices, logits, None, None, "tp"), positions, row).compile()
+    for one, other in zip(compiled(put(devices, logits, None, None, "tp"), positions, row), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    summed = re.findall(r"= (\S+) (?:all-\S+|collective-\S+|reduce-scatter)\(", compiled.as_text())
+    assert {shape.split("{")[0] for shape in summed} == {"f32[2,3,128]"}

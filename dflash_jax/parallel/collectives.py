@@ -93,6 +93,11 @@ def likeliest(
     return token, value
 
 
+def highest(logits: Float[Array, "B T V"], devices: Devices = AUTOMATIC) -> Float[Array, "B T"]:
+    """The largest of the float32 logits of each row; NaN counts as the largest."""
+    return likeliest(logits, devices)[1] if devices.share(logits.shape[-1]) else logits.max(axis=-1)
+
+
 def argmax_over_devices(
     token: Int[Array, "B T"], value: Float[Array, "B T"], size: int, peers: Peers | None
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:

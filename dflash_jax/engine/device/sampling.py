@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.base.values import MOST_LOGPROBS
 from dflash_jax.engine.device.slots import Logprobs, Sampler
-from dflash_jax.parallel.collectives import AUTOMATIC, Devices, likeliest
+from dflash_jax.parallel.collectives import AUTOMATIC, Devices, highest, likeliest
 
 Result = TypeVar("Result")
 
@@ -43,7 +43,7 @@ def sample(
     """
     is_greedy = (sampler.temperature == 0)[:, None]
     scaled = logits / jnp.where(is_greedy, 1.0, sampler.temperature[:, None])[..., None]
-    scaled = keep_min_p(scaled, sampler.min_p)
+    scaled = keep_min_p(scaled, sampler.min_p, devices)
     kept = when(is_filtered, lambda: keep_top_k_top_p(scaled, sampler.top_k, sampler.top_p), lambda: scaled)
     noised = kept + gumbel(sampler.key, positions, logits.shape[-1])
     return likeliest(jnp.where(is_greedy[..., None], logits, noised), devices)
@@ -70,10 +70,12 @@ def gumbel(key: Array, positions: Int[Array, "B T"], size: int) -> Float[Array, 
     return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(key, positions)
 
 
-def keep_min_p(logits: Float[Array, "B T V"], min_p: Float[Array, " B"]) -> Float[Array, "B T V"]:
+def keep_min_p(
+    logits: Float[Array, "B T V"], min_p: Float[Array, " B"], devices: Devices = AUTOMATIC
+) -> Float[Array, "B T V"]:
     """Drop tokens whose probability is below min_p times that of the most probable one."""
-    threshold = logits.max(axis=-1, keepdims=True) + jnp.log(min_p)[:, None, None]
-    return jnp.where(logits < threshold, -jnp.inf, logits)
+    threshold = highest(logits, devices) + jnp.log(min_p)[:, None]
+    return jnp.where(logits < threshold[..., None], -jnp.inf, logits)
 
 
 def keep_top_k_top_p(
