@@ -89,7 +89,7 @@ class Shapes:
         lengths: tokens that a round may verify, ascending; the last is the whole block.
         modes: sampling modes that are compiled; only "any" where programs branch at run time.
         moves: snapshots that one program takes or restores; 0 for a target without recurrent states.
-        alike: rows of a round up to which parts of the block take an accelerator as long as the whole.
+        few_rows: rows of a round up to which a part of the block takes an accelerator as long as the whole.
     """
 
     batches: tuple[int, ...]
@@ -99,7 +99,7 @@ class Shapes:
     lengths: tuple[int, ...]
     modes: tuple[SamplingMode, ...]
     moves: int = 0
-    alike: int = FEW_ROWS
+    few_rows: int = FEW_ROWS
 
     @staticmethod
     def of(
@@ -146,7 +146,7 @@ class Shapes:
             lengths=tuple(sorted({1, -(-block // 4), -(-block // 2), block} if adaptive else {1, block})),
             modes=(ANY,) if on_cpu else MODES,
             moves=(1 if on_cpu else max_num_seqs) if has_snapshots else 0,  # padding costs a CPU as much as a move
-            alike=0 if has_experts else FEW_ROWS,
+            few_rows=0 if has_experts else FEW_ROWS,
         )
 
     @property
@@ -179,7 +179,7 @@ class Shapes:
         """
         if self.branches:
             return self.lengths if rows <= FEW_ROWS or len(self.lengths) < 4 else (1, *self.lengths[2:])
-        return self.lengths if rows > self.alike else tuple(dict.fromkeys((1, self.lengths[-1])))
+        return self.lengths if rows > self.few_rows else tuple(dict.fromkeys((1, self.lengths[-1])))
 
     def scored_chunk(self, longest: int) -> tuple[int, int]:
         """Rows and tokens of the next prefill of a prompt whose log-probabilities are wanted; the rows are 1."""
