@@ -179,7 +179,9 @@ def machine_of(target, drafter, **options):
             {"kv_cache_memory_bytes": 88_000, "num_speculative_tokens": 3, "enable_prefix_caching": False},
             marks=pytest.mark.long,
         ),
-        ("target", "full", {"kv_cache_memory_bytes": 104_000, "num_speculative_tokens": 3}),
+        pytest.param(
+            "target", "full", {"kv_cache_memory_bytes": 104_000, "num_speculative_tokens": 3}, marks=pytest.mark.long
+        ),
         ("target", None, {"kv_cache_memory_bytes": 66_667}),
         pytest.param(
             "hybrid",

@@ -174,7 +174,7 @@ def expected(pair):
     return tokens_of(LLM(pair / "wide", max_num_seqs=2).generate(PROMPTS, greedy(24)))
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_tokens_are_those_of_the_dequantized_model(pair, expected, devices):
     llm = LLM(pair / "small", max_num_seqs=2, tensor_parallel_size=devices)
     for layer, dtype in ((0, np.int16), (1, np.uint16)):

@@ -164,7 +164,7 @@ def test_other_code_flags_or_processors_have_other_programs(tmp_path, monkeypatc
     assert not old.exists()
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_an_engine_starts_from_files(tmp_path, monkeypatch, fresh_programs, unchecked, never_lowers, devices):
     """Everything it has, on the first of four devices and on all; answers of all kinds stay what they were."""
     if devices > len(jax.devices()):

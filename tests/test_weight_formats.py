@@ -88,7 +88,13 @@ class Grouped:
         return None
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.skipif(jax.device_count() < 4, reason="4"))])
+@pytest.mark.parametrize(
+    "devices",
+    [
+        pytest.param(1, marks=pytest.mark.long),
+        pytest.param(4, marks=pytest.mark.skipif(jax.device_count() < 4, reason="4")),
+    ],
+)
 def test_a_made_up_format_serves_a_target(tmp_path, monkeypatch, devices):
     sizes = {"num_key_value_heads": 4, "vocab_size": 64}
     folders = (
