@@ -5,7 +5,7 @@
 The model is of negligible width, but has the layers and the vocabulary of Qwen3-8B and a drafter of sliding layers and
 a full one; it runs on every slot. All work of the engine on the host is real. In place of a step an empty program with
 the same arguments is enqueued: it uploads host arrays, and costs what handing over the parameters of so many layers
-costs. It takes all parameters, while `commit` leaves out those it does not need. Nothing waits for a device.
+costs. It takes all parameters, while `draft` and `commit` leave out those they do not need. Nothing waits for a device.
 The stubs emit tokens of a real text, so that the tokenizer decodes real text.
 
 Times are wall clock: check the load of the machine before using them.
@@ -178,10 +178,12 @@ class Stubs:
         """Stand in for `Program.__call__`."""
         return getattr(self, program.step)(program, *arguments)
 
-    def draft_verify(self, program, params, slots, caches, tables):
-        rows, length = len(tables.packed), program.static["length"]
-        block = ready(rows, BLOCK) if length > 1 else None
-        return ready(rows, length, 1), block, self._dispatch((params, slots, tables), caches)
+    def draft(self, program, params, slots, caches, tables):
+        return ready(len(tables.packed), BLOCK), self._dispatch((params, slots, tables), caches)
+
+    def verify(self, program, params, slots, caches, tables, block):
+        caches = self._dispatch((params, slots, tables, block), caches)
+        return ready(len(tables.packed), program.static["length"], 1), caches
 
     def greedy_round(self, program, params, slots, caches, tables):
         slots, caches = self._dispatch((params, tables), (slots, caches))

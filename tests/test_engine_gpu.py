@@ -40,10 +40,10 @@ def hidden_states(folders, kv_cache_dtype, monkeypatch, implementation):
 
         def spy(run, *arguments):
             out = run(*arguments)
-            found.append(np.asarray(out[0] if len(out) == 3 else out[-1], np.float32))
+            found.append(np.asarray(out[0] if len(out) == 2 else out[-1], np.float32))
             return out
 
-        for name in ("draft_verify", "prefill"):
+        for name in ("verify", "prefill"):
             around_step(patch, name, spy)
 
         def draft(params, slots, cache, tables, *, spec):

@@ -63,11 +63,7 @@ def assert_others_are_right(outputs, culprit, words):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("verify_commit", {}),
-        ("greedy_round", {}),
-        pytest.param("draft_verify", {"logprobs": 1}, marks=pytest.mark.long),
-    ],
+    [("verify_commit", {}), ("greedy_round", {}), pytest.param("verify", {"logprobs": 1}, marks=pytest.mark.long)],
 )
 def test_a_step_that_fails_once_costs_nobody(monkeypatch, name, options):
     if name == "verify_commit" and ON_GPU:

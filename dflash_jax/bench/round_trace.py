@@ -29,7 +29,7 @@ PARTS = (
         re.compile(r"DraftModel\.tokens|\.logits|likeliest|logits_of|largest_product|[_(/]commit.*(cublas|nvjet)"),
     ),
     ("draft_context", re.compile(r"write_context")),
-    ("draft", re.compile(r"jit_draft(?!_verify)|jit\(draft\)|/draft/|DraftModel")),
+    ("draft", re.compile(r"jit_draft|jit\(draft\)|/draft/|DraftModel")),
     ("sampling", re.compile(r"jit_commit|jit\(commit\)|/commit/")),
     ("verify_router", re.compile(r"/router/")),
     ("verify_shared_expert", re.compile(r"/shared_expert/")),
@@ -42,7 +42,7 @@ PARTS = (
         re.compile(r"paged_attention|write_kv|BKGTs|layers_\d+/(?!mlp|self_attn)\S*(pallas|mosaic)", re.IGNORECASE),
     ),
     ("verify_gemm", re.compile(r"dot|gemm|cublas|cutlass|nvjet|matmul|splitk|pallas|mosaic", re.IGNORECASE)),
-    ("verify_other", re.compile(r"jit_(draft_)?verify|/verify/|TargetModel")),
+    ("verify_other", re.compile(r"jit_verify|jit\(verify\)|/verify/|TargetModel")),
 )
 OTHER = "other"
 # Parts of a scope that tell the step of an operation.

@@ -308,11 +308,8 @@ class Engine:
         if "greedy_round" in steps:
             emitted = self.runner.greedy_round(tables(steps["greedy_round"]), length)
         else:
-            hidden = block = None
-            if "draft_verify" in steps:
-                hidden, block = self.runner.draft_verify(tables(steps["draft_verify"]), length)
-            elif length > 1:
-                block = self.runner.draft(tables(steps["draft"]))
+            block = self.runner.draft(tables(steps["draft"])) if length > 1 else None
+            hidden = self.runner.verify(tables(steps["verify"]), block, length) if "verify" in steps else None
             if any(r.sequence.constraint for r in rounds):
                 # A mask depends on all tokens before it: read the earlier rounds while this one computes.
                 changed = self._read(len(self._in_flight))

@@ -31,8 +31,6 @@ from dflash_jax.bench.round_trace import Kernel, Scopes, kernels_of, part_of, sp
         ("jit(verify)/TargetModel/layers_0/add", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "all_reduce"),
         ("jit(greedy_round)/draft/TargetModel.embed/gather", "fusion", "draft"),
         ("jit(greedy_round)/verify/TargetModel.embed/gather", "fusion", "verify_other"),
-        ("jit(draft_verify)/draft/TargetModel.embed/gather", "fusion", "draft"),
-        ("jit(draft_verify)/verify/TargetModel.embed/gather", "fusion", "verify_other"),
         ("jit(greedy_round)/verify/DraftModel.write_context/dot_general", "nvjet", "draft_context"),
         ("jit(greedy_round)/commit/keep_exactly/reduce", "fusion", "sampling"),
         ("jit(greedy_round)/commit/reduce", "reduce", "sampling"),

@@ -234,12 +234,11 @@ class Shapes:
         steps = [StepShape("catch_up", rows, pages=widest)] if catches_up else []
         if mode == "greedy" and not self.branches:
             return [*steps, StepShape("greedy_round", rows, length, self.table(pages))]
-        if not self.branches:
-            drafted = StepShape("draft_verify", rows, length, widest)
-            return [*steps, drafted, StepShape("commit", rows, length, mode=mode)]
         if length > 1:
             steps.append(StepShape("draft", rows, pages=widest))
-        return [*steps, StepShape("verify_commit", rows, length, widest, ANY)]
+        if self.branches:
+            return [*steps, StepShape("verify_commit", rows, length, widest, ANY)]
+        return [*steps, StepShape("verify", rows, length, widest), StepShape("commit", rows, length, mode=mode)]
 
     def of_prefill(
         self, rows: int, width: int, pages: int, mode: SamplingMode | None, *, is_scored: bool

@@ -222,11 +222,11 @@ class ModelRunner:
         self.caches = self.caches.with_draft(cache)
         return block
 
-    def draft_verify(self, tables: Tables, length: int) -> tuple[Float[Array, "B T D"], Int[Array, "B G"] | None]:
-        """Draft a block and verify `length` tokens of it, or the anchor alone; hidden states, and the block."""
-        shape = StepShape("draft_verify", len(tables.packed), length, tables.pages)
-        hidden, block, self.caches = self._run(shape, tables)
-        return hidden, block
+    def verify(self, tables: Tables, block: Int[Array, "B G"] | None, length: int) -> Float[Array, "B T D"]:
+        """Run the target over `length` tokens of the block, or over the anchor without one; its hidden states."""
+        shape = StepShape("verify", len(tables.packed), length, tables.pages)
+        hidden, self.caches = self._run(shape, tables, block)
+        return hidden
 
     def commit(
         self,

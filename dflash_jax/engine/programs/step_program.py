@@ -123,7 +123,7 @@ STEPS: dict[str, StepProgram] = {
             state=lambda s, _: (s.shared, s.slots, s.caches.draft),
             inputs=lambda i: (i.tables,),
         ),
-        StepProgram(steps.draft_verify, ("caches",), _models, lambda i: (i.tables,)),
+        StepProgram(steps.verify, ("caches",), _models, lambda i: (i.tables, i.block)),
         StepProgram(
             steps.commit,
             donated=("slots", "controls"),
