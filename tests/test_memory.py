@@ -345,6 +345,17 @@ def test_a_sequence_of_a_hybrid_takes_little_more_than_one_state():
     assert "Recurrent states: 162.0 MiB a sequence, of which 15.1 MiB are the tape of a block; room for 41" in text
 
 
+@pytest.mark.parametrize("devices", [2, 4])
+def test_qwen3_5_122b_keeps_one_kv_head_on_each_of_several_devices(devices):
+    """Four streams in as much memory as vLLM's PR 40898 had on each of four GPUs for its 5,988,876 tokens."""
+    pair = [model.over(devices) for model in configs_of("qwen3.5-122b-a10b", None)]
+    size = int(94.35 * GIB) * devices
+    config = options(pair, max_num_seqs=4, kv_cache_memory_bytes=size, tensor_parallel_size=devices)
+    figures = capacity_of(*pair, plan_layout(*pair, config), config)
+    tokens = (size - 4 * figures.state_bytes) * 262_144 // figures.sequence_bytes(262_144)
+    assert tokens == {2: 6_963_080, 4: 7_550_829}[devices]
+
+
 def test_a_target_without_attention_is_refused():
     text = HYBRID["text_config"] | {"layer_types": ["linear_attention"] * 5}
     target = target_config(HYBRID | {"text_config": text})

@@ -232,8 +232,7 @@ class Engine:
             pending = pending[:1]
         else:
             pending = [r for r in pending if not r.sequence.wants_prompt_logprobs]
-        planned = self.planner.prefill(pending)
-        if planned is not None:
+        if (planned := self.planner.prefill(pending)) is not None:
             self._prefill(planned)
         return planned is not None
 

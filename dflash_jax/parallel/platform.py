@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def load_runtime() -> None:
     "Symbols not found: [mosaic_gpu_launch_kernel]".
     """
     if jax.default_backend() == "gpu":
-        from jax.experimental.pallas import mosaic_gpu  # noqa: F401
+        import_module("jax.experimental.pallas.mosaic_gpu")
 
 
 def _may_keep() -> bool:
