@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -24,7 +23,6 @@ from dflash_jax.parallel.mesh import Mesh
 from tests.bench.test_round_models import num_parameters
 from tests.phases import lines, phases
 
-ROOT = Path(__file__).resolve().parents[2]
 BASELINE = [
     {"draft": "d", "kv": "float32", "batch": 4, "ctx": 24, "tp": 1, "decode_step_ms_median": 9.0, "ttft_max_s": 1.0},
     {"draft": "d", "kv": "float32", "batch": 1, "ctx": 24, "tp": 1, "decode_step_ms_median": 8.0, "ttft_max_s": 0.5},
