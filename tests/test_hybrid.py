@@ -161,6 +161,7 @@ def test_short_prompts_are_no_rounds(llm, length):
     assert_follows(tokens, output.outputs[0].token_ids)
 
 
+@pytest.mark.long
 def test_rounds_of_any_length_follow_each_other(monkeypatch):
     """Each round folds what the one before left, whether that verified a block, a part of it or the anchor alone."""
     llm = golden_llm(PAIR, num_speculative_tokens=None, page_size=16, max_num_seqs=16)

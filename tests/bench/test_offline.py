@@ -74,6 +74,7 @@ def test_acceptance_accounts_for_every_token(result):
     assert acceptance["mean_acceptance_length"] > 2  # the pair recites the licence
 
 
+@pytest.mark.long
 def test_a_hybrid_with_fp8_keys_of_256(tmp_path, capsys):
     """As the heads of Qwen3.5 are; its answers over fp8 do not depend on the drafter."""
     small = {"num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 256}

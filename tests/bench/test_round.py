@@ -169,6 +169,7 @@ def engine_of(kind, number, **options):
     return kind(*models, mesh=mesh, config=config)
 
 
+@pytest.mark.long
 def test_keeping_no_draft_is_greedy_decoding():
     """Shows that the forced state is right: anchors, lengths, and what the host reads."""
     forced, free = engine_of(RoundEngine, 2), engine_of(Engine, 2)

@@ -141,7 +141,7 @@ def how(request: pytest.FixtureRequest) -> dict[str, Any]:
 @often(
     "dtype, group",
     itertools.product(PAGE_DTYPES, (1, 3, 4)),
-    usual=[(BF16, 1), (BF16, 4), (E4M3, 3), (E4M3, 4), (E5M2, 4)],
+    usual=[(BF16, 4), (E4M3, 3), (E5M2, 1)],
 )
 def test_against_the_references(how, dtype, group):
     g = dataclasses.replace(VERIFY, dtype=dtype, N=2 * group)
@@ -157,7 +157,7 @@ def test_masks(how, mask, window):
 @often(
     "dtype, mask",
     itertools.product(PAGE_DTYPES, ("causal", "block")),
-    usual=[(BF16, "causal"), (BF16, "block"), (E4M3, "block"), (E5M2, "causal")],
+    usual=[(BF16, "causal"), (E4M3, "block")],
 )
 def test_ragged_and_idle_sequences(how, dtype, mask):
     """Heads past the last token of a sequence may hold anything, NaN too."""
@@ -167,7 +167,7 @@ def test_ragged_and_idle_sequences(how, dtype, mask):
     check(case.outputs(**how), case)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 15, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("tokens", [1, 15, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 5))])
 def test_any_number_of_tokens(how, tokens):
     check((case := call(dataclasses.replace(VERIFY, T=tokens), [80, 41, tokens])).outputs(**how), case)
 
@@ -183,7 +183,7 @@ def test_reference():
 @often(
     "dtype, splits",
     itertools.product(PAGE_DTYPES, (1, 2, 5, 7)),
-    usual=[(BF16, 1), (BF16, 2), (BF16, 7), (E4M3, 5), (E5M2, 2)],
+    usual=[(BF16, 1), (BF16, 7), (E4M3, 5), (E5M2, 2)],
 )
 def test_any_number_of_splits(dtype, splits):
     """Fresh tokens lie on two pages, or on one; some splits are empty."""

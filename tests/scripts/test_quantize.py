@@ -235,8 +235,10 @@ def unpacked(parts, encoding):
 
 @pytest.mark.parametrize(
     ("encoding", "name"),
-    [(Int4(16, symmetric=False), "compressed-tensors"), (Fp8Blocks(), "fp8")],
-    ids=["int4", "fp8"],
+    [
+        pytest.param(Int4(16, symmetric=False), "compressed-tensors", id="int4", marks=pytest.mark.long),
+        pytest.param(Fp8Blocks(), "fp8", id="fp8"),
+    ],
 )
 def test_a_hybrid_decodes_as_the_dequantised_weights(tmp_path, encoding, name):
     folder, dense_folder, held = quantized_and_dense(tmp_path, encoding)

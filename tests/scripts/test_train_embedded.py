@@ -165,6 +165,7 @@ def test_rows():
     assert rows.dtype == jnp.int32
 
 
+@pytest.mark.long
 def test_the_target_has_learnt_and_is_served(trained):
     llm = LLM(trained, max_num_seqs=1, max_model_len=256)
     config = llm.engine.target.config

@@ -202,7 +202,7 @@ class TimedEvaluator:
         return {"acceptance_length": 1.0}
 
 
-@pytest.mark.parametrize("eval_every", [0, 2, 3])
+@pytest.mark.parametrize("eval_every", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
 def test_minutes_cover_the_evaluation_at_the_end(data, tmp_path, monkeypatch, eval_every):
     """In a run of 60 seconds a step takes two and an evaluation seven."""
     clock = [0.0]
@@ -264,7 +264,8 @@ def test_kill_in_the_middle_of_a_save_loses_nothing(data, tmp_path):
     assert all(np.isfinite(array).all() for array in newest(flags))
 
 
-@pytest.mark.parametrize("sizes", [pytest.param((4, 1), marks=pytest.mark.long), (2, 2)], ids=["dp4", "dp2-tp2"])
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [(4, 1), (2, 2)], ids=["dp4", "dp2-tp2"])
 def test_several_devices_learn_the_same_and_measure_it(data, tmp_path, sizes, capsys):
     options = {"stop_at": 2, "eval_samples": 1, "eval_max_tokens": 16, "eval_every": 1}
     alone = config_of(data, tmp_path / "one", **options)
@@ -358,6 +359,7 @@ def test_a_checksum_sees_every_bit_and_the_order(dtype):
     assert checksum(split).tolist() == checksum(array).tolist()
 
 
+@pytest.mark.long
 def test_kept_features_are_as_good_as_computed_ones(data, tmp_path):
     """Bit for bit, with the XLA flags of users: with those of the tests each program rounds differently."""
     kept = {"feature_cache": str(tmp_path / "features")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import jax
@@ -123,8 +124,16 @@ def alone(params, config, features, block, anchor):
     return hidden[0]
 
 
-@pytest.mark.parametrize("extra", [{}, {"sliding_window_non_causal": True}, {"is_causal": True}], ids=str)
-@pytest.mark.parametrize("layers", LAYER_TYPES)
+USUAL = (("mixed", {}), ("mixed", {"sliding_window_non_causal": True}), ("sliding", {"is_causal": True}))
+
+
+@pytest.mark.parametrize(
+    ("layers", "extra"),
+    [
+        pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=() if case in USUAL else pytest.mark.long)
+        for case in itertools.product(LAYER_TYPES, ({}, {"sliding_window_non_causal": True}, {"is_causal": True}))
+    ],
+)
 def test_packed_blocks_are_what_each_is_alone(target, layers, extra):
     config = draft_of(layers, **extra)
     params, batch = params_of(config), batch_of()
