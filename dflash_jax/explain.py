@@ -36,8 +36,10 @@ from pallas_kernels.add_norm import ADD_NORM
 from pallas_kernels.experts import FewBits
 from pallas_kernels.experts import operation_of as experts_operation_of
 from pallas_kernels.gated_delta import FOLD, PREFILL, VERIFY, Kept, Weights
+from pallas_kernels.gated_norm import GATED_NORM
 from pallas_kernels.largest_product import LARGEST_PRODUCT
 from pallas_kernels.lib import int4_kv
+from pallas_kernels.lib.measured import MAX_STREAM_TOKENS
 from pallas_kernels.lib.timing import table
 from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import checked
@@ -45,6 +47,7 @@ from pallas_kernels.product import PRODUCT
 from pallas_kernels.quantize import QUANTIZE_GATED, QUANTIZE_ROWS
 from pallas_kernels.quantized_product import operation_of
 from pallas_kernels.registry import Call, Device, Explanation, explain
+from pallas_kernels.route import ROUTE
 from pallas_kernels.swiglu import SWIGLU
 from pallas_kernels.write_attend import WRITE_ATTEND, call_of
 from pallas_kernels.write_kv import WRITE_CONTEXT, WRITE_KV
@@ -130,13 +133,15 @@ class Step:
 
     def _experts(self, experts: Experts, D: int) -> Iterator[Call]:
         letters, X, M = sizes(self.model), experts.count, experts.width
-        yield self._product("gate", X, D)
+        yield self._product("gate", X, D, jnp.float32)
+        logits = Struct((1, self.batch, self.tokens, X), jnp.float32)
+        yield Call(ROUTE, f"the largest {experts.per_token} of {_text(logits)}", (logits,))
         gate_up, down = self._stack(X, 2, M, D), self._stack(X, D, M)
         chosen = Struct((self.batch, self.tokens, experts.per_token), jnp.int32)
         kind = jnp.dtype(self.dtype).name if self.bits is None else f"{self.bits} bits "
         label = f"{experts.per_token} of experts {kind}{[X, 2, M, D]}"
         yield Call(experts_operation_of(gate_up, down), label, (self._rows(D), gate_up, down, chosen))
-        if experts.shared_width is not None:
+        if experts.shared_width is not None and self.batch * self.tokens > MAX_STREAM_TOKENS:  # else they are one call
             yield from self._mlp("shared_expert.", letters["SE"], letters["SI"], D)
 
     def _stack(self, *shape: int) -> Struct | FewBits:
@@ -178,6 +183,8 @@ class Step:
         yield Call(VERIFY, label, arguments)
         yield Call(FOLD, label, arguments)
         yield Call(PREFILL, label, arguments)
+        outputs = Struct((self.batch, self.tokens, delta.value_heads, delta.value_dim), self.dtype)
+        yield Call(GATED_NORM, f"gates of {_text(outputs)}", (outputs,))
 
     def _head(self, D: int) -> Call:
         """The argmax of the logits; a drafter has no logits of its anchor."""
@@ -186,14 +193,14 @@ class Step:
         hidden = Struct((rows, D), self._weight_dtype)
         return Call(LARGEST_PRODUCT, f"{_text(hidden)} x head {_text(head)}", (hidden, head))
 
-    def _product(self, name: str, outputs: int, inputs: int) -> Call:
+    def _product(self, name: str, outputs: int, inputs: int, dtype: Any = None) -> Call:
         if self.bits is not None and name not in WIDE:
             values = Struct((outputs, inputs // 4), jnp.uint16) if self.bits == 4 else Struct((outputs, inputs), E4M3)
             scales = Struct((outputs, max(1, inputs // GROUP)), jnp.bfloat16)
             label = f"{_text(self._rows(inputs))} x {name} {self.bits} bits [{outputs}, {inputs}]"
             return Call(operation_of(values), label, (self._rows(inputs), values, scales, None, self.dtype))
         x, weight = self._rows(inputs, self._weight_dtype), Struct((outputs, inputs), self._weight_dtype)
-        return Call(PRODUCT, f"{_text(x)} x {name} {_text(weight)}", (x, weight, self.dtype))
+        return Call(PRODUCT, f"{_text(x)} x {name} {_text(weight)}", (x, weight, dtype or self.dtype))
 
     @property
     def _weight_dtype(self) -> Any:

@@ -7,6 +7,7 @@ themselves, so that a model of many layers traces and lowers each of them once.
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Peers, all_reduce, all_reduce_add_norm
 from pallas_kernels.experts import experts
+from pallas_kernels.gated_norm import gated_norm
 from pallas_kernels.largest_product import largest, largest_product
 from pallas_kernels.lib.masks import visible
 from pallas_kernels.lib.rotary import Rotary
@@ -14,6 +15,7 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.product import product, split_product
 from pallas_kernels.quantize import quantize_gated, quantize_rows
 from pallas_kernels.quantized_product import quantized_product, split_quantized_product
+from pallas_kernels.route import route
 from pallas_kernels.swiglu import gated, swiglu
 from pallas_kernels.write_attend import write_attend
 from pallas_kernels.write_kv import write_context, write_kv
@@ -26,6 +28,7 @@ __all__ = [
     "all_reduce_add_norm",
     "experts",
     "gated",
+    "gated_norm",
     "largest",
     "largest_product",
     "paged_attention",
@@ -33,6 +36,7 @@ __all__ = [
     "quantize_gated",
     "quantize_rows",
     "quantized_product",
+    "route",
     "split_product",
     "split_quantized_product",
     "swiglu",

@@ -60,7 +60,9 @@ def refusal(x: Any, width: int, rows: int, config: Config) -> str | None:
     return None
 
 
-def products(x: Any, weight: Any, rows: Sequence[jax.Array], depth: int) -> list[jax.Array]:
+def products(
+    x: Any, weight: Any, rows: Sequence[jax.Array], depth: int, part: tuple[Any, int] = (0, 1)
+) -> list[jax.Array]:
     """Inside a kernel: the product of each set of rows of the weight with all tokens, float32 [row, token].
 
     Args:
@@ -68,6 +70,7 @@ def products(x: Any, weight: Any, rows: Sequence[jax.Array], depth: int) -> list
         weight: reference to the weight [O, D].
         rows: numbers of rows of the weight, one array for each product.
         depth: inputs of a step.
+        part: which of how many parts of the inputs.
     """
     token, exists = tokens(x)
 
@@ -78,14 +81,19 @@ def products(x: Any, weight: Any, rows: Sequence[jax.Array], depth: int) -> list
         return [total + pltriton.dot(tile, inputs) for total, tile in zip(sums, tiles, strict=True)]
 
     zeros = [jnp.zeros((len(row), MAX_STREAM_TOKENS), jnp.float32) for row in rows]
-    sums: list[jax.Array] = lax.fori_loop(0, x.shape[1] // depth, step, zeros)
+    number, parts = part
+    steps = x.shape[1] // depth // parts
+    first = number * steps
+    sums: list[jax.Array] = lax.fori_loop(first, first + steps, step, zeros)
     return sums
 
 
-def store(values: jax.Array, out: Any, column: jax.Array) -> None:
-    """Write values [column, token] to ``out`` [token, column]."""
-    token, exists = tokens(out)
-    target = out.at[token[None, :], column[:, None]]
+def store(values: jax.Array, out: Any, column: jax.Array, part: Any = None) -> None:
+    """Write values [column, token] to ``out`` [token, column], or to one of its parts [part, token, column]."""
+    token = jnp.arange(MAX_STREAM_TOKENS, dtype=jnp.int32)
+    exists = token < out.shape[-2]
+    leading = () if part is None else (jnp.full_like(token, part)[None, :],)
+    target = out.at[(*leading, token[None, :], column[:, None])]
     pltriton.store(target, values.astype(out.dtype), mask=jnp.broadcast_to(exists[None, :], values.shape))
 
 

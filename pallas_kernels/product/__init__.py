@@ -13,7 +13,7 @@ from pallas_kernels.registry import HOPPER
 
 __all__ = ["PRODUCT", "product", "split_product"]
 
-Implementation = Literal["mosaic", "triton", "reference"]
+Implementation = Literal["mosaic", "narrow", "triton", "reference"]
 TILE = 128  # rows of x and of a weight in the tiles for which XLA splits the inputs
 
 PRODUCT = registry.Operation(  # a call is (x, weight, dtype of the result)
@@ -22,7 +22,15 @@ PRODUCT = registry.Operation(  # a call is (x, weight, dtype of the result)
         registry.Implementation(
             "mosaic", "pallas_kernels.product.mosaic:product", HOPPER, slower="slower", refusal="refusal"
         ),
-        registry.Implementation(  # it runs on older GPUs too, but was measured on Hopper alone
+        registry.Implementation(  # these run on older GPUs too, but were measured on Hopper alone
+            "narrow",
+            "pallas_kernels.product.narrow:product",
+            HOPPER,
+            slower="slower",
+            refusal="refusal",
+            interprets=True,
+        ),
+        registry.Implementation(
             "triton",
             "pallas_kernels.product.triton:product",
             HOPPER,
@@ -50,10 +58,10 @@ def product(
         device, without TF32).
       weight: dtype like x.
       dtype: of the result, which Mosaic gives in bf16, f16 or f32; None is x's.
-      implementation: ``"triton"``, for up to 16 tokens, ``"mosaic"``, picked for 64 to 256, or ``"reference"``,
-        which leaves it to XLA; None picks the fastest. Only the reference can be differentiated, and split by XLA
-        over several devices; the kernels need a ``shard_map`` around them there.
-      interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
+      implementation: ``"triton"``, for up to 16 tokens, ``"mosaic"``, picked for 64 to 256, ``"narrow"``, for weights
+        of a few hundred rows, or ``"reference"``, which leaves it to XLA; None picks the fastest. Only the reference
+        can be differentiated, and split by XLA over several devices; kernels need a ``shard_map`` around them there.
+      interpret: run a Triton kernel (``"triton"``, ``"narrow"``) in Pallas' interpreter, on any backend (tests).
 
     Raises:
       ValueError: shapes or dtypes that do not belong together; the message prints them.
@@ -68,17 +76,28 @@ def product(
 def split_product(
     x: Float[Array, "*T D"], weight: Float[Array, "O D"], dtype: DTypeLike | None = None
 ) -> Float[Array, "*T O"] | Float[Array, "S *T O"]:
-    """``product`` for a caller that adds it to something: S float32 parts where XLA would split the product itself.
+    """``product`` for a caller that adds it to something: S float32 parts where the product would be split itself.
 
     XLA sums its parts in a kernel of its own; `add_norm` sums them on the way. Args and errors are ``product``'s.
     """
     _check(x, weight)
-    splits = parts_of(x, weight)
-    if splits == 1 or PRODUCT.pick(None, (x, weight, dtype or x.dtype)).name != "reference":
-        return product(x, weight, dtype)
-    from pallas_kernels.product import reference
+    picked = PRODUCT.pick(None, (x, weight, dtype or x.dtype)).name
+    if picked == "narrow":
+        from pallas_kernels.product import narrow
 
-    return reference.split_product(x, weight, splits)
+        return narrow.parts(x, weight)
+    if picked == "reference" and _on_hopper():
+        from pallas_kernels.product import reference, triton
+
+        if (splits := triton.splits(x, weight)) > 1:
+            return triton.parts(x, weight, splits)
+        if (splits := parts_of(x, weight)) > 1:
+            return reference.split_product(x, weight, splits)
+    return product(x, weight, dtype)
+
+
+def _on_hopper() -> bool:
+    return HOPPER.refusal(registry.Device.default()) is None
 
 
 def parts_of(x: Any, weight: Any) -> int:
@@ -86,8 +105,7 @@ def parts_of(x: Any, weight: Any) -> int:
 
     Only products of two full rows of tiles were measured (BENCH.md); others count as one part.
     """
-    on_hopper = HOPPER.refusal(registry.Device.default()) is None
-    if not on_hopper or x.dtype == jnp.float32 or weight.shape[1] % 256 or tokens_of(x) != 2 * TILE:
+    if not _on_hopper() or x.dtype == jnp.float32 or weight.shape[1] % 256 or tokens_of(x) != 2 * TILE:
         return 1
     tiles = 2 * -(-len(weight) // TILE)
     return 2 if is_large(weight) and 2 * tiles <= _compat.sm_count() < 3 * tiles else 1

@@ -22,13 +22,15 @@ from pallas_kernels.add_norm import ADD_NORM
 from pallas_kernels.all_reduce import ALL_REDUCE, ALL_REDUCE_ADD_NORM
 from pallas_kernels.experts import EXPERTS, FP8_EXPERTS, INT4_EXPERTS, FewBits
 from pallas_kernels.gated_delta import FOLD, PREFILL, VERIFY, Kept, Weights
+from pallas_kernels.gated_norm import GATED_NORM
 from pallas_kernels.largest_product import LARGEST_PRODUCT
 from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import Arguments
-from pallas_kernels.product import PRODUCT, parts_of
+from pallas_kernels.product import PRODUCT, narrow, parts_of, triton
 from pallas_kernels.quantize import QUANTIZE_GATED, QUANTIZE_ROWS
 from pallas_kernels.quantized_product import FP8_PRODUCT, INT4_PRODUCT
 from pallas_kernels.registry import Device
+from pallas_kernels.route import ROUTE
 from pallas_kernels.swiglu import SWIGLU
 from pallas_kernels.write_attend import WRITE_ATTEND, call_of
 from pallas_kernels.write_kv import WRITE_CONTEXT, WRITE_KV
@@ -103,6 +105,8 @@ OPERATIONS = {  # by their name in the table; those of one name must choose alik
     "int4_experts": [INT4_EXPERTS],
     "fp8_experts": [FP8_EXPERTS],
     "gated_delta_prefill": [PREFILL],
+    "gated_norm": [GATED_NORM],
+    "route": [ROUTE],
     "int4_product": [INT4_PRODUCT],
     "fp8_product": [FP8_PRODUCT],
 }
@@ -124,8 +128,18 @@ def chosen(name: str, card: Card, call: tuple[Any, ...]) -> str:
         names = {operation.choose(call, device, interpret=interpret).name for operation in OPERATIONS[name]}
         assert len(names) == 1, f"{name}: {names}"
         if name == "split_product":
-            return str(parts_of(*call[:2])) if names == {"reference"} else "1"
+            return str(_parts(names.pop(), *call[:2]))
         return names.pop()
+
+
+def _parts(implementation: str, x: Any, weight: Any) -> int:
+    """Parts that `split_product` leaves to its caller."""
+    if implementation == "narrow":
+        return int(weight.shape[1] // narrow.DEPTH)
+    if implementation != "reference":
+        return 1
+    is_hopper = _compat.compute_capability() == (9, 0)
+    return max(parts_of(x, weight), triton.splits(x, weight) if is_hopper else 1)
 
 
 def shape(*dimensions: int, dtype: Any = BF16) -> Any:
@@ -167,6 +181,8 @@ def calls() -> Iterator[tuple[str, str, list[tuple[Any, ...]]]]:
         layers = [_gated_delta(dtype, *size) for size in itertools.product((1, 16, 64, 65), (64, 96, 128, 256))]
         yield "gated_delta", _name(dtype), layers
         yield "gated_delta_prefill", _name(dtype), layers
+        yield "gated_norm", _name(dtype), [(shape(4, 48, size, dtype=dtype),) for size in (64, 96, 128)]
+    yield "route", "float32", [(shape(1, 4, 256, dtype=F32),)]
     for dtype, sizes in itertools.product((BF16, F16, F32, E4M3), ((256, 512, 2048), (256, 64, 3072), (8, 24, 64))):
         yield "experts", f"{_name(dtype)} {sizes}", [_experts(dtype, t, *sizes) for t in TOKENS]
     for dtype, sizes in itertools.product((BF16, F16), ((256, 512, 2048), (256, 64, 3072), (8, 32, 96))):
@@ -191,6 +207,7 @@ def calls() -> Iterator[tuple[str, str, list[tuple[Any, ...]]]]:
 _PRODUCTS = (  # [O, D]
     (4096, 4096), (6144, 4096), (8192, 4096), (12288, 4096), (24576, 4096), (28672, 4096), (4096, 12288), (4096, 20480),
     (5120, 5120), (2048, 4096), (4096, 2048), (1024, 1024), (9728, 2560), (6144, 4160), (4104, 4096), (1 << 17, 100),
+    (256, 2048), (96, 5120), (97, 5120),
 )  # fmt: skip
 _GATES = ((16, 2, 768, 4096), (16, 2, 608, 2560), (16, 2, 1088, 5120), (4, 2, 768, 1024), (8, 2, 100, 4096))  # E 2 I D
 _HEADS_OF_MODELS = (  # [V, D]

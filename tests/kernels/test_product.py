@@ -104,6 +104,36 @@ def test_what_is_left_in_parts(monkeypatch, capability, tokens, rows, width, dty
 
 
 @by_dtype
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_parts_of_a_small_weight(splits, dtype, most):
+    x, weight = operands((2, 3), (96, 512), dtype)
+    run = functools.partial(triton.parts, splits=splits, config=SMALL, interpret=not ON_GPU)
+    parts = jax.jit(run)(x, weight)
+    assert (parts.dtype, parts.shape) == (F32, (splits, 2, 3, 96))
+    x, weight = (array.reshape(*array.shape[:-1], splits, -1) for array in wide(x, weight))
+    assert error(parts, np.einsum("...si,osi->s...o", x, weight)) < most
+
+
+@pytest.mark.parametrize(
+    ("capability", "tokens", "rows", "width", "parts"),
+    [
+        ((9, 0), 16, 2048, 4096, 4),
+        ((9, 0), 4, 2560, 4096, 4),
+        ((9, 0), 1, 2048, 4096, 1),  # XLA's, in one kernel
+        ((9, 0), 17, 2048, 4096, 1),
+        ((9, 0), 16, 1024, 2048, 1),  # small
+        ((9, 0), 16, 4096, 4096, 1),  # has a kernel without parts
+        ((8, 9), 16, 2048, 4096, 1),
+        (None, 16, 2048, 4096, 1),
+    ],
+)
+def test_which_products_of_few_tokens_are_left_in_parts(monkeypatch, capability, tokens, rows, width, parts):
+    monkeypatch.setattr(_compat, "compute_capability", lambda: capability)
+    found = jax.eval_shape(functools.partial(split_product), *shapes((tokens,), (rows, width), BF16))  # traced anew
+    assert found.shape == (parts,) * (parts > 1) + (tokens, rows)
+
+
+@by_dtype
 @pytest.mark.parametrize("tokens", [(1,), (2, 3), (16,)], ids=str)
 def test_gate_and_up(tokens, dtype, most):
     x, weight = operands(tokens, (3, 2, 128, 256), dtype)
@@ -208,7 +238,9 @@ def test_wrong_arguments_are_named():
         product(x, jnp.zeros((8, 32)))
     with pytest.raises(ValueError, match="of one dtype; got float32 and bfloat16"):
         product(x, jnp.zeros((8, 64), BF16))
-    with pytest.raises(ValueError, match="implementation must be 'mosaic', 'triton', 'reference' or None; got 'cuda'"):
+    with pytest.raises(
+        ValueError, match="implementation must be 'mosaic', 'narrow', 'triton', 'reference' or None; got 'cuda'"
+    ):
         product(x, jnp.zeros((8, 64)), implementation="cuda")
 
 

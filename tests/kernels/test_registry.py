@@ -130,13 +130,14 @@ def test_explain_says_what_serves_and_why_others_do_not():
     assert (few.call.label, few.chosen) == ("16 rows", "triton")
     assert few.others == {
         "mosaic": "It was measured faster for 17 to 256 tokens; these are 16.",
+        "narrow": "It was measured faster for weights of up to 512 rows; these are 4096.",
         "reference": "'triton' is preferred.",
     }
     assert wide.chosen == "reference"
     assert wide.others["triton"] == "The Triton product takes bf16 and f16; this is float32."
     [on_tpu] = explain("tpu", None, calls[:1])
     assert on_tpu.chosen == "reference"
-    assert set(on_tpu.others) == {"mosaic", "triton"}
+    assert set(on_tpu.others) == {"mosaic", "narrow", "triton"}
     assert all(reason.endswith("this is tpu.") for reason in on_tpu.others.values())
 
 
