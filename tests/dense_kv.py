@@ -68,14 +68,14 @@ class DenseKVCache:
     def advance(
         self,
         layer: int,
-        inputs: Float[Array, "B T HK C"],
+        inputs: Float[Array, "B T HK _"],
         gates: Float[Array, "B T HV 2"],
         weights: Weights,
         positions: Int[Array, "B T"],
         delta: GatedDelta,
     ) -> tuple[Float[Array, "B T HV dv"], DenseKVCache]:
         """Run the recurrence over whole sequences: a call must have all tokens."""
-        return recur_whole(inputs, gates, weights, positions, delta), self
+        return recur_whole(inputs[..., : delta.channels_per_key], gates, weights, positions, delta), self
 
     def attend(
         self,
@@ -106,7 +106,7 @@ class DenseKVCache:
 
 
 def recur_whole(
-    inputs: Float[Array, "B T HK C"],
+    inputs: Float[Array, "B T HK _"],
     gates: Float[Array, "B T HV 2"],
     weights: Weights,
     positions: Int[Array, "B T"],

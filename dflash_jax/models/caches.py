@@ -91,7 +91,7 @@ class RecurrentCache(KVCache, Protocol):
     def advance(
         self,
         layer: int,
-        inputs: Float[Array, "B T HK C"],
+        inputs: Float[Array, "B T HK _"],
         gates: Float[Array, "B T HV 2"],
         weights: Weights,
         positions: Int[Array, "B T"],
@@ -101,7 +101,7 @@ class RecurrentCache(KVCache, Protocol):
 
         Args:
             layer: index of the layer.
-            inputs: inputs of the convolution, the channels of each key head side by side.
+            inputs: of the convolution, the channels of each key head side by side; what lies behind them is not read.
             gates: projections b and a of each value head, before their activations.
             weights: of convolution and gates.
             positions: absolute positions of the tokens, int32; negative ones, behind the others, are padding.

@@ -84,6 +84,8 @@ def project_heads(
     weight: Array | Weight,
     bias: Float[Array, "K J H"] | None,
     devices: Devices,
+    *,
+    is_narrow: bool = False,
 ) -> Float[Array, "B T K *J"]:
     """Project to heads, which are split over the devices where K divides evenly.
 
@@ -92,9 +94,10 @@ def project_heads(
         weight: [K, *J, D].
         bias: bias of the projection.
         devices: where it runs.
+        is_narrow: whether the weight has so few rows that kernels multiply it faster than XLA on several devices, too.
     """
     weight = weight_of(weight)
-    if devices.is_single or not (devices.has_kernels and weight.needs_kernels):
+    if devices.is_single or not (devices.has_kernels and (weight.needs_kernels or is_narrow)):
         return project(x, weight, bias, kernels=devices.is_single)
     parts = weight.shard(0, AXIS) if devices.share(weight.shape[0]) else None
 

@@ -56,7 +56,7 @@ class HybridCache:
     def advance(
         self,
         layer: int,
-        inputs: Float[Array, "B T HK C"],
+        inputs: Float[Array, "B T HK _"],
         gates: Float[Array, "B T HV 2"],
         weights: Weights,
         positions: Int[Array, "B T"],

@@ -51,7 +51,7 @@ class Step(Protocol):
         kept: Kept,
         weights: Weights,
         rows: Int[Array, " B"],
-        inputs: Float[Array, "B T HK C"],
+        inputs: Float[Array, "B T HK _"],
         gates: Float[Array, "B T HV 2"],
         length: Int[Array, " B"],
     ) -> tuple[Float[Array, "B T HV dv"], Kept]:
@@ -123,7 +123,7 @@ class RecurrentStates:
     def advance(
         self,
         layer: int,
-        inputs: Float[Array, "B T HK C"],
+        inputs: Float[Array, "B T HK _"],
         gates: Float[Array, "B T HV 2"],
         weights: Weights,
         positions: Int[Array, "B T"],

@@ -68,14 +68,14 @@ class SequenceCache(ContextCache):
     def advance(
         self,
         layer: int,
-        inputs: Float[Array, "B T HK C"],
+        inputs: Float[Array, "B T HK _"],
         gates: Float[Array, "B T HV 2"],
         weights: Weights,
         positions: Int[Array, "B T"],
         delta: GatedDelta,
     ) -> tuple[Float[Array, "B T HV dv"], SequenceCache]:
         """Run the recurrence over whole sequences, from zeros; nothing is kept."""
-        return recur_sequences(inputs, gates, weights, positions, delta), self
+        return recur_sequences(inputs[..., : delta.channels_per_key], gates, weights, positions, delta), self
 
     def attend(
         self,

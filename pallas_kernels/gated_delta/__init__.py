@@ -43,7 +43,7 @@ def verify(
     weights: Weights,
     rows: Int[Array, " B"],
     count: Int[Array, " B"],
-    inputs: Float[Array, "B T HK c"],
+    inputs: Float[Array, "B T HK _"],
     gates: Float[Array, "B T HV 2"],
     length: Int[Array, " B"],
     *,
@@ -61,7 +61,7 @@ def verify(
       weights: of the layer.
       rows: of the sequences, none twice; outside 0..P-1 is padding, which writes nothing, with outputs of no meaning.
       count: tokens of the tape that were accepted, 0..G; they are folded into the state.
-      inputs: of the convolution, of the block's tokens.
+      inputs: of the convolution, of the block's tokens: the first c channels of each key head; others are not read.
       gates: their projections (b, a).
       length: tokens of each block, 0..T; what follows them is padding, whose outputs mean nothing.
       implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None picks Mosaic on Hopper, where heads of 128 and
@@ -127,7 +127,7 @@ def prefill(
     weights: Weights,
     rows: Int[Array, " B"],
     is_first: Bool[Array, " B"],
-    inputs: Float[Array, "B T HK c"],
+    inputs: Float[Array, "B T HK _"],
     gates: Float[Array, "B T HV 2"],
     length: Int[Array, " B"],
     *,
@@ -141,7 +141,7 @@ def prefill(
       weights: of the layer.
       rows: of the sequences, none twice, their tapes empty; outside 0..P-1 is padding, as for `verify`.
       is_first: whether the tokens begin the sequence: then what the row has is not read.
-      inputs: of the convolution, of the tokens.
+      inputs: of the convolution, of the tokens, as for `verify`.
       gates: their projections (b, a).
       length: tokens of each sequence, 0..T; what follows them is padding, whose outputs mean nothing. A sequence
         without tokens changes nothing.
@@ -183,8 +183,10 @@ def _check(kept: Kept, weights: Weights, vectors: tuple[Any, ...], inputs: Any =
         **{f"vector {i} of the sequences": (vector, (B,)) for i, vector in enumerate(vectors)},
     }
     if inputs is not None:
-        T = inputs.shape[1]
-        wanted |= {"inputs": (inputs, (B, T, HK, c)), "gates": (gates, (B, T, HV, 2))}
+        *outer, channels = inputs.shape
+        if outer[::2] != [B, HK] or len(outer) != 3 or channels < c:
+            raise ValueError(f"inputs must be [{B}, T, {HK}, {c} or more]; got {list(inputs.shape)}")
+        wanted["gates"] = gates, (B, outer[1], HV, 2)
     for name, (array, shape) in wanted.items():
         if array.shape != shape:
             raise ValueError(f"{name} must be {list(shape)}; got {list(array.shape)}")

@@ -43,7 +43,7 @@ LEAST_GATES = 32  # float32 numbers of a head: Mosaic copies multiples of 128 by
 class Block(NamedTuple):
     """Tokens to verify, as they come."""
 
-    inputs: Float[Array, "B T HK c"]
+    inputs: Float[Array, "B T HK _"]
     gates: Float[Array, "B T HV 2"]
     length: Int[Array, " B"]
 

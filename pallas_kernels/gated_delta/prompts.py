@@ -49,7 +49,7 @@ def prefill(
     weights: Weights,
     rows: Int[Array, " B"],
     is_first: Bool[Array, " B"],
-    inputs: Float[Array, "B T HK c"],
+    inputs: Float[Array, "B T HK _"],
     gates: Float[Array, "B T HV 2"],
     length: Int[Array, " B"],
     *,

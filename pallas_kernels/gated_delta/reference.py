@@ -51,13 +51,13 @@ def verify(
     weights: Weights,
     rows: Int[Array, " B"],
     count: Int[Array, " B"],
-    inputs: Float[Array, "B T HK c"],
+    inputs: Float[Array, "B T HK _"],
     gates: Float[Array, "B T HV 2"],
     length: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T HV dv"], Kept]:
     """See ``pallas_kernels.gated_delta.verify``."""
     before, tail = _folded(kept, weights, rows, count)
-    window = jnp.concatenate([tail, inputs.astype(tail.dtype)], axis=1)
+    window = jnp.concatenate([tail, inputs[..., : tail.shape[-1]].astype(tail.dtype)], axis=1)
     gates = gates.astype(kept.gates.dtype)
     outputs, _ = recur(before, weights, window, gates, length)
     places = _places(rows, len(kept.state))
@@ -86,7 +86,7 @@ def prefill(
     weights: Weights,
     rows: Int[Array, " B"],
     is_first: Bool[Array, " B"],
-    inputs: Float[Array, "B T HK c"],
+    inputs: Float[Array, "B T HK _"],
     gates: Float[Array, "B T HV 2"],
     length: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T HV dv"], Kept]:
@@ -98,7 +98,7 @@ def prefill(
     )
     # Padding is cleared before it enters anything, so that its NaN reaches neither states nor gradients.
     is_token = (jnp.arange(inputs.shape[1]) < length[:, None])[..., None, None]
-    inputs, gates = jnp.where(is_token, inputs, 0), jnp.where(is_token, gates, 0)
+    inputs, gates = jnp.where(is_token, inputs[..., : tail.shape[-1]], 0), jnp.where(is_token, gates, 0)
     window = jnp.concatenate([tail, inputs.astype(tail.dtype)], axis=1)
     q, k, v = split_heads(convolve(window, weights.conv), *state.shape[-2:])
     g, beta = decay_and_strength(gates.astype(kept.gates.dtype), weights, is_token[..., 0])

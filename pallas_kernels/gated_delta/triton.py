@@ -67,7 +67,7 @@ def verify(
     weights: Weights,
     rows: Int[Array, " B"],
     count: Int[Array, " B"],
-    inputs: Float[Array, "B T HK c"],
+    inputs: Float[Array, "B T HK _"],
     gates: Float[Array, "B T HV 2"],
     length: Int[Array, " B"],
     *,

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.caches import KVCache, RecurrentCache
 from dflash_jax.models.projections import project_heads
 from dflash_jax.models.rope import Rope
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
+from dflash_jax.parallel.mesh import AXIS, WHOLE
 from dflash_jax.spec import DecoderConfig, GatedDelta
 from dflash_jax.weights.formats.protocol import QuantizedRows
 from dflash_jax.weights.parameters import declare
 from dflash_jax.weights.tables import gated_delta_table
+from pallas_kernels import gated_norm
 from pallas_kernels.gated_delta import Weights
-
-ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 
 class GatedDeltaNet(nn.Module):
@@ -53,14 +55,12 @@ class GatedDeltaNet(nn.Module):
         """
         assert isinstance(cache, RecurrentCache)
         delta = self.mixer
-        group = delta.value_heads // delta.key_heads
         channels = project_heads(x, self.weights["in_proj"], None, self.devices)  # [B, T, HK, c + r dv]
-        gates = project_heads(x, self.weights["in_proj_ba"], None, self.devices)  # [B, T, HK, 2 r]
-        inputs, z = jnp.split(channels, [2 * delta.key_dim + group * delta.value_dim], axis=-1)
+        gates = project_heads(x, self.weights["in_proj_ba"], None, self.devices, is_narrow=True)  # [B, T, HK, 2 r]
         b_and_a = [part.reshape(*gates.shape[:2], delta.value_heads) for part in jnp.split(gates, 2, axis=-1)]
         both = jnp.stack(b_and_a, axis=-1)
-        out, after = cache.advance(self.index, inputs, both, self.recurrent, positions, delta)
-        return self._gated_norm(out, z.reshape(out.shape)).reshape(z.shape), after
+        out, after = cache.advance(self.index, channels, both, self.recurrent, positions, delta)
+        return self._gated_norm(out, channels), after
 
     @property
     def recurrent(self) -> Weights:
@@ -69,10 +69,17 @@ class GatedDeltaNet(nn.Module):
         heads = (self.mixer.value_heads,)
         return Weights(conv, self.weights["A_log"].reshape(heads), self.weights["dt_bias"].reshape(heads))
 
-    def _gated_norm(self, x: Float[Array, "B T HV dv"], z: Float[Array, "B T HV dv"]) -> Float[Array, "B T HV dv"]:
-        """RMS-norm each head's output, then multiply it by the activation of its gate, in float32."""
-        wide = x.astype(jnp.float32)
-        unit = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.config.rms_norm_eps)
-        normed = self.weights["norm"] * unit.astype(x.dtype)
-        gate = ACTIVATIONS[self.mixer.activation](z.astype(jnp.float32))
-        return (normed.astype(jnp.float32) * gate).astype(x.dtype)
+    def _gated_norm(
+        self, out: Float[Array, "B T HV dv"], channels: Float[Array, "B T HK _"]
+    ) -> Float[Array, "B T HK I"]:
+        """Norm the outputs of each head and multiply them by the activation of their gates, the last channels."""
+        devices = self.devices
+        run = partial(
+            gated_norm,
+            eps=self.config.rms_norm_eps,
+            activation=self.mixer.activation,
+            implementation=devices.implementation,
+        )
+        spec = PartitionSpec(None, None, AXIS) if devices.share(self.mixer.key_heads) else WHOLE
+        normed: Array = devices.on_each(run, (spec, spec, WHOLE), spec)(out, channels, self.weights["norm"])
+        return normed
