@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from dflash_jax.base.errors import CheckpointError, ConfigError
-from dflash_jax.models.mlp.experts import SparseMLP, route
+from dflash_jax.models.mlp.experts import SparseMLP, routes_of
 from dflash_jax.spec import Dense, Experts, target_config
 from dflash_jax.spec.hybrid import text_raw_config
 from dflash_jax.weights.export import save_model
@@ -239,17 +239,18 @@ def test_loading_holds_one_array_at_a_time(tmp_path, monkeypatch, apart):
 
 def test_weights_of_the_chosen_experts():
     h, router = jnp.ones((1, 1, 1)), jnp.log(jnp.asarray([[1.0], [4.0], [2.0], [4.0], [1.0]]))
-    chosen, weights = route(h, router, Experts(5, 3, 8, renormalize=True))
+    is_token = jnp.ones((1, 1), bool)
+    chosen, weights, _ = routes_of(h, router, is_token, None, Experts(5, 3, 8, renormalize=True))
     assert chosen.tolist() == [[[1, 3, 2]]]  # the first of equals first
     np.testing.assert_allclose(weights, [[[0.4, 0.4, 0.2]]], rtol=1e-6)
-    _, weights = route(h, router, Experts(5, 3, 8, renormalize=False))
+    _, weights, _ = routes_of(h, router, is_token, None, Experts(5, 3, 8, renormalize=False))
     np.testing.assert_allclose(weights, [[[4 / 12, 4 / 12, 2 / 12]]], rtol=1e-6)
 
 
 def test_logits_are_not_rounded():
     """256.0 and 256.5 are one number in bfloat16."""
     h, router = jnp.ones((1, 1, 2), jnp.bfloat16), jnp.asarray([[256, 0], [256, 0.5]], jnp.bfloat16)
-    chosen, _ = route(h, router, Experts(2, 1, 8, renormalize=True))
+    chosen, *_ = routes_of(h, router, jnp.ones((1, 1), bool), None, Experts(2, 1, 8, renormalize=True))
     assert chosen.tolist() == [[[1]]]
 
 

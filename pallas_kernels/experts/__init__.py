@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
+from pallas_kernels.experts.shared import Shared
 from pallas_kernels.quantized_product.layout import FewBits, places_of
 from pallas_kernels.registry import AMPERE_ON, FP8_GPUS, HOPPER
 
-__all__ = ["EXPERTS", "FP8_EXPERTS", "INT4_EXPERTS", "FewBits", "Implementation", "experts", "operation_of"]
+__all__ = ["EXPERTS", "FP8_EXPERTS", "INT4_EXPERTS", "FewBits", "Implementation", "Shared", "experts", "operation_of"]
 
 Implementation = Literal["mosaic", "triton", "reference"]
 
@@ -47,11 +48,12 @@ def experts(
     down: Float[Array, "X D M"] | FewBits,
     chosen: Int[Array, "*T k"],
     weights: Float[Array, "*T k"],
+    shared: Shared | None = None,
     *,
     implementation: Implementation | None = None,
     interpret: bool = False,
 ) -> Float[Array, "*T D"]:
-    """Sum over the chosen experts of each token: weight * down(silu(gate(x)) * up(x)).
+    """Sum over the chosen experts of each token, and the shared one: weight * down(silu(gate(x)) * up(x)).
 
     Only experts that a token chose are read. What a row gives does not depend on the other rows, except for the order
     of the sums within products, which may change with the number of tokens.
@@ -64,15 +66,17 @@ def experts(
       down: of each expert; likewise.
       chosen: experts of each token, int32, none twice; a number outside 0..X-1 skips the pair, as for padding.
       weights: of these experts, float32; those of skipped pairs are not used.
+      shared: an expert that every token sees, of 16 or few bits like the others or not; None is none.
       implementation: ``"mosaic"``, for 16 bits, picked on Hopper from 256 pairs an expert on, ``"triton"``, picked on
         NVIDIA GPUs from sm_80 on, with e4m3 from sm_89, or ``"reference"``; None picks the fastest. Only the reference
         can be differentiated.
       interpret: run the Triton kernels in Pallas' interpreter, on any backend (tests).
 
     Returns:
-      The sums, in the dtype of x; zeros for a token whose pairs are all skipped. Products of gate and up are summed in
-      float32 and rounded to the dtype of x before they meet, as are the hidden units. The rest is float32 to the end,
-      except that with many pairs an expert the kernels round each expert's part to the dtype of x, half the bytes.
+      The sums, in the dtype of x; zeros for a token whose pairs are all skipped. Products of gate and
+      up are summed in float32 and rounded to the dtype of x before they meet, as are the hidden units. The rest is
+      float32 to the end, except that with many pairs an expert the kernels round each expert's part to the dtype of x,
+      half the bytes.
 
     Raises:
       ValueError: shapes or dtypes that do not belong together; the message prints them.
@@ -81,9 +85,11 @@ def experts(
     Source: transformers' ``qwen3_5_moe``, which rounds more often.
     """
     _check(x, gate_up, down, chosen, weights)
+    if shared is not None:
+        _check_shared(x, shared)
     operation = operation_of(gate_up, down)
     run = operation.function(implementation, (x, gate_up, down, chosen), interpret=interpret)
-    out: Array = run(x, gate_up, down, chosen, weights)
+    out: Array = run(x, gate_up, down, chosen, weights, shared)
     return out
 
 
@@ -123,3 +129,18 @@ def _check(x: Any, gate_up: Any, down: Any, chosen: Any, weights: Any) -> None:
         )
     if chosen.dtype != jnp.int32 or weights.dtype != jnp.float32:
         raise ValueError(f"chosen must be int32 and weights float32; got {chosen.dtype} and {weights.dtype}")
+
+
+def _check_shared(x: Any, shared: Shared) -> None:
+    """Raise ValueError for shapes that do not belong together."""
+    gate_up, down, D = shared.gate_up.shape, shared.down.shape, x.shape[-1]
+    if (
+        len(gate_up) != 4
+        or gate_up[1::2] != (2, D)
+        or down != (D, shared.width)
+        or shared.weights.shape != x.shape[:-1]
+    ):
+        raise ValueError(
+            f"a shared expert must be [E, 2, I, D], [D, E I] and [*T] for x {list(x.shape)}; got {list(gate_up)}, "
+            f"{list(down)} and {list(shared.weights.shape)}"
+        )

@@ -173,9 +173,9 @@ def one_step(step: str, config: Config) -> Run:
         if step == "sort":
             return work.operands
         if step == "gate_up":
-            return triton.gate_up_product(x, gate_up, work, CHOSEN, config.gate_up, interpret=False)
+            return triton.gate_up_product(x, gate_up, None, work, CHOSEN, config.gate_up, interpret=False)
         dtype = jnp.float32 if config.tokens < MANY_ROWS else x.dtype
-        return triton.down_product(hidden, down, weights, work, config.down, dtype, interpret=False)
+        return triton.down_product([hidden], down, weights, None, work, config.down, dtype, interpret=False)
 
     return run
 

@@ -109,8 +109,8 @@ def fitted(config: Config, gate_up: Any, down: Any) -> Config:
 def _fitted(tile: Tile, weight: Any, parts: int, tokens: int) -> Tile:
     *_, rows, inputs = weight.shape
     is_few = isinstance(weight, FewBits)
-    depth = span_of_group(weight.group) if is_few else _power_of_two_in(inputs, tile.depth)
-    tile = tile._replace(rows=_power_of_two_in(rows, tile.rows), depth=depth)
+    depth = span_of_group(weight.group) if is_few else power_of_two_in(inputs, tile.depth)
+    tile = tile._replace(rows=power_of_two_in(rows, tile.rows), depth=depth)
     step = depth * parts * tile.rows * _bits(weight) // 8 + 2 * depth * tokens  # bytes
     stages = min((_HOPPER_BYTES if _has_warpgroups() else _OTHER_BYTES) // step, inputs // depth + 1)
     return tile._replace(num_stages=max(1, min(tile.num_stages, stages)))
@@ -129,6 +129,6 @@ def _bits(weight: Any) -> int:
     return 4 if weight.is_packed else 8
 
 
-def _power_of_two_in(size: int, most: int) -> int:
+def power_of_two_in(size: int, most: int) -> int:
     """The largest power of two that divides a size, up to ``most``."""
     return min(size & -size, most)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import _compat
 from pallas_kernels.experts import mosaic_rows
 from pallas_kernels.experts.mosaic_rows import Grouped
+from pallas_kernels.experts.shared import Shared, output
 from pallas_kernels.experts.sort import MOST_ROWS
 from pallas_kernels.lib import products
 from pallas_kernels.lib.measured import tokens_of
@@ -85,6 +86,7 @@ def experts(
     down: Float[Array, "X D M"],
     chosen: Int[Array, "*T k"],
     weights: Float[Array, "*T k"],
+    shared: Shared | None = None,
     *,
     config: Config | None = None,
 ) -> Float[Array, "*T D"]:
@@ -100,7 +102,8 @@ def experts(
     grouped = mosaic_rows.group(x_rows, chosen, X)
     hidden = gate_up_product(grouped, gate_up, config.gate_up)
     parts = down_product(hidden, grouped, down, config.down)
-    return mosaic_rows.summed(parts, grouped.place, chosen, scales, X).astype(x.dtype).reshape(x.shape)
+    total = mosaic_rows.summed(parts, grouped.place, chosen, scales, X).reshape(x.shape)
+    return (total if shared is None else total + output(x, shared, kernels=True)).astype(x.dtype)
 
 
 def gate_up_product(grouped: Grouped, weight: Float[Array, "X 2 M D"], tile: Tile) -> Float[Array, "R M"]:

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
+from pallas_kernels.experts.shared import Shared, output
 from pallas_kernels.experts.sort import rows_of, sort
 from pallas_kernels.quantized_product.layout import FewBits
 from pallas_kernels.quantized_product.reference import widened
@@ -27,6 +28,7 @@ def experts(
     down: Float[Array, "X D M"] | FewBits,
     chosen: Int[Array, "*T k"],
     weights: Float[Array, "*T k"],
+    shared: Shared | None = None,
 ) -> Float[Array, "*T D"]:
     """See ``pallas_kernels.experts``; it sums over a token's experts by their number."""
     (X, _, _, D), k = gate_up.shape, chosen.shape[-1]
@@ -56,7 +58,8 @@ def experts(
         return total.at[jnp.where(place < end, pair // k, tokens)].add(out, mode="drop"), None
 
     total, _ = lax.scan(add, total, tuple(blocks))
-    return total.astype(x.dtype).reshape(x.shape)
+    total = total.reshape(x.shape)
+    return (total if shared is None else total + output(x, shared, kernels=False)).astype(x.dtype)
 
 
 def _of_expert(weight: Array | FewBits, expert: Array) -> Array:

@@ -9,16 +9,18 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.parallel.mesh import AXIS, SPLIT_FIRST, WHOLE
 from dflash_jax.spec import DecoderConfig, Experts
-from dflash_jax.weights.formats.protocol import QuantizedRows, Weight, plain
-from dflash_jax.weights.formats.weight import stack_of, weight_of
+from dflash_jax.weights.formats.protocol import QuantizedRows, Stack, Weight, plain
+from dflash_jax.weights.formats.weight import in_parts, operand_of, stack_of, weight_of
 from dflash_jax.weights.parameters import declare
 from dflash_jax.weights.tables import Table, experts_table, shared_expert_table, sparse_mlp_table
-from pallas_kernels import add_norm, all_reduce_add_norm, experts
+from pallas_kernels import add_norm, all_reduce_add_norm, experts, route
+from pallas_kernels.experts import Shared
+from pallas_kernels.route import Routes
 
 ROUTERS = ("gate.weight", "shared_expert_gate.weight")
 
@@ -76,37 +78,33 @@ class SparseMLP(nn.Module):
         Returns:
             The new residual stream, and its norm.
         """
-        spec, devices, eps = self.spec, self.devices, self.config.rms_norm_eps
+        devices, eps = self.devices, self.config.rms_norm_eps
         h = plain(h, "an expert")
         with jax.named_scope("router"):
-            chosen, weights = devices.on_each(partial(route, spec=spec), WHOLE, WHOLE)(h, self.routers["gate"])
-            chosen = jnp.where(is_token[..., None], chosen, spec.count)
-        self.sow("intermediates", "chosen", chosen)  # kept only where a caller asks for it
+            run = devices.on_each(partial(routes_of, spec=self.spec, devices=devices), WHOLE, WHOLE)
+            routes = run(h, self.routers["gate"], is_token, self.routers.get("shared_expert_gate"))
+        self.sow("intermediates", "chosen", routes.chosen)  # kept only where a caller asks for it
         matrices = [stack_of(self.experts.weights[name]) for name in ("gate_up_proj", "down_proj")]
-        is_split = devices.share(spec.width)  # the third axis of both
+        is_split = devices.share(self.spec.width)  # the third axis of both
         matrix_specs = [matrix.shard(2, AXIS) for matrix in matrices] if is_split else WHOLE
         shared, shared_specs = self._shared()
+        is_shared_split = shared_specs != (WHOLE, WHOLE)
 
-        def on_each(x, h, chosen, weights, norm, matrices, shared, peers):
-            gate_up, down = (matrix.operand for matrix in matrices)
-            y = experts(h, gate_up, down, chosen, weights, implementation=devices.implementation)
-            is_shared_split = shared_specs != (WHOLE, WHOLE)
-            if shared is not None:
-                with jax.named_scope("shared_expert"):
-                    output = _shared_output(h, shared, devices)
-                y = _sum(y, output, is_split, is_shared_split)
+        def on_each(x, h, routes, norm, matrices, shared, peers):
+            routes = _counted_once(routes, is_split, is_shared_split)
+            y = _outputs(h, routes, matrices, shared, devices)
             if is_split or is_shared_split:
                 return all_reduce_add_norm(x, y, norm, eps, AXIS, peers)
             return add_norm(x, y, norm, eps, implementation=devices.implementation)
 
-        all_shared_specs = WHOLE if shared is None else (WHOLE, *shared_specs)
-        in_specs = (WHOLE, WHOLE, WHOLE, WHOLE, WHOLE, matrix_specs, all_shared_specs, SPLIT_FIRST)
+        all_shared_specs = WHOLE if shared is None else shared_specs
+        in_specs = (WHOLE, WHOLE, WHOLE, WHOLE, matrix_specs, all_shared_specs, SPLIT_FIRST)
         function = devices.on_each(on_each, in_specs, WHOLE)
-        added, normed = function(x, h, chosen, weights, next_norm, matrices, shared, devices.peers)
+        added, normed = function(x, h, routes, next_norm, matrices, shared, devices.peers)
         return added, normed
 
-    def _shared(self) -> tuple[tuple[Array, Weight, Weight] | None, tuple[Any, Any]]:
-        """The shared expert's gate, its matrices, and how these are split over the devices."""
+    def _shared(self) -> tuple[tuple[Weight, Weight] | None, tuple[Any, Any]]:
+        """The shared expert's matrices, and how they are split over the devices."""
         if self.spec.shared_width is None:
             return None, (WHOLE, WHOLE)
         weights = self.shared_expert.weights
@@ -114,38 +112,57 @@ class SparseMLP(nn.Module):
         specs: tuple[Any, Any] = (WHOLE, WHOLE)
         if self.devices.share(gate_up.shape[0]):
             specs = gate_up.shard(0, AXIS) or WHOLE, down.shard(1, AXIS) or WHOLE
-        return (self.routers["shared_expert_gate"], gate_up, down), specs
+        return (gate_up, down), specs
 
 
-def route(
-    h: Float[Array, "B T D"], router: Float[Array, "X D"] | Weight, spec: Experts
-) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
-    """The experts of each token, the largest first and of equals the first, int32, and their weights, float32.
+def routes_of(
+    h: Float[Array, "B T D"],
+    router: Float[Array, "X D"] | Weight,
+    is_token: Bool[Array, "B T"],
+    gate: Float[Array, " D"] | None,
+    spec: Experts,
+    devices: Devices = AUTOMATIC,
+) -> Routes:
+    """The experts of each token, and how much of the shared expert it takes, by that one's gate."""
+    logits = in_parts(h, router, kernels=devices.has_kernels)
+    shared = None if gate is None else (h, gate)
+    return route(
+        logits,
+        is_token,
+        spec.per_token,
+        renormalize=spec.renormalize,
+        shared=shared,
+        implementation=devices.implementation,
+    )
 
-    Logits are summed in float32 and not rounded: in bfloat16 many would tie.
-    """
-    logits = weight_of(router).product(h, jnp.float32)
-    largest, chosen = lax.top_k(logits, spec.per_token)
-    whole = largest if spec.renormalize else logits
-    return chosen, jnp.exp(largest - jax.nn.logsumexp(whole, axis=-1, keepdims=True))
 
-
-def _sum(
-    routed: Float[Array, "B T D"], shared: Float[Array, "B T D"], is_split: bool, is_shared_split: bool
-) -> Float[Array, "B T D"]:
-    """The sum of both outputs, to be summed over the devices if one of them is a device's part: once if it is whole."""
+def _counted_once(routes: Routes, is_split: bool, is_shared_split: bool) -> Routes:
+    """The routes of a device: where outputs are summed over the devices, the first alone weighs what each has whole."""
     if is_split == is_shared_split:
-        return routed + shared
+        return routes
     is_first = lax.axis_index(AXIS) == 0
-    return jnp.where(is_first | is_split, routed, 0) + jnp.where(is_first | is_shared_split, shared, 0)
+    if is_split:
+        return routes._replace(opened=None if routes.opened is None else jnp.where(is_first, routes.opened, 0))
+    return routes._replace(weights=jnp.where(is_first, routes.weights, 0))
 
 
-def _shared_output(
-    h: Float[Array, "B T D"], shared: tuple[Float[Array, " D"], Weight, Weight], devices: Devices
+def _outputs(
+    h: Float[Array, "B T D"],
+    routes: Routes,
+    matrices: list[Stack],
+    shared: tuple[Weight, Weight] | None,
+    devices: Devices,
 ) -> Float[Array, "B T D"]:
-    """The shared expert's output, scaled by the sigmoid of its gate."""
-    gate, gate_up, down = shared
-    hidden = gate_up.gated(h, kernels=devices.has_kernels)
-    opened = jax.nn.sigmoid(jnp.einsum("btd,d->bt", h, gate, preferred_element_type=jnp.float32))
-    output = down.product(hidden, jnp.float32, kernels=devices.has_kernels)
-    return (opened[..., None] * output).astype(h.dtype)
+    """Outputs of the experts and of the shared one, weighted and summed: by one operation if it knows all formats."""
+    gate_up, down = (matrix.operand for matrix in matrices)
+    run = partial(experts, h, gate_up, down, routes.chosen, routes.weights, implementation=devices.implementation)
+    if shared is None:
+        return run()
+    assert routes.opened is not None
+    all_gate_up, all_down = (operand_of(weight) for weight in shared)
+    if all_gate_up is not None and all_down is not None:
+        return run(shared=Shared(all_gate_up, all_down, routes.opened))
+    with jax.named_scope("shared_expert"):
+        hidden = shared[0].gated(h, kernels=devices.has_kernels)
+        output = shared[1].product(hidden, jnp.float32, kernels=devices.has_kernels)
+        return (run().astype(jnp.float32) + routes.opened[..., None] * output).astype(h.dtype)

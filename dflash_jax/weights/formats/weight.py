@@ -8,7 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dflash_jax.weights.formats.array import ArrayWeight
+from dflash_jax.weights.formats.grouped import Grouped
 from dflash_jax.weights.formats.protocol import QuantizedRows, Rows, Stack, Weight
+from pallas_kernels import split_product
+from pallas_kernels.experts import FewBits
 
 
 def weight_of(leaf: Array | Weight) -> Weight:
@@ -19,6 +22,21 @@ def weight_of(leaf: Array | Weight) -> Weight:
 def stack_of(leaf: Array | Stack) -> Stack:
     """The matrices of a layer's experts that stand in the parameters; a plain array is wrapped."""
     return leaf if isinstance(leaf, Stack) else ArrayWeight(leaf)
+
+
+def operand_of(weight: Weight) -> Array | FewBits | None:
+    """The arrays of a weight for a kernel that multiplies it itself; None if it must be asked for products."""
+    is_reordered = isinstance(weight, Grouped) and weight.order is not None
+    return weight.operand if isinstance(weight, Stack) and not is_reordered else None
+
+
+def in_parts(x: Float[Array, "*T D"], weight: Float[Array, "O D"] | Weight, *, kernels: bool) -> Float[Array, "S *T O"]:
+    """Float32 parts whose sum is the product; a kernel leaves several of a weight of few rows, such as a router."""
+    weight = weight_of(weight)
+    if not (kernels and isinstance(weight, ArrayWeight)):
+        return weight.product(x, jnp.float32, kernels=kernels)[None]
+    parts = split_product(x, weight.values, jnp.float32)
+    return parts if parts.ndim > x.ndim else parts[None]
 
 
 def flat_rows(x: Float[Array, "B T *I"] | QuantizedRows) -> Rows:
