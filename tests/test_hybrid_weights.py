@@ -82,7 +82,7 @@ def test_projections_of_gated_delta(pair):
     raw = {name: tensors[f"layers.{layer}.linear_attn.{name}"] for name in gated_delta_table()}
     held = {name: wide(array) for name, array in params[f"layers_{layer}"]["linear_attn"].items()}
     assert held["in_proj"].shape == (HK, 2 * dk + 2 * r * dv, config.hidden_size)
-    assert held["in_proj_ba"].shape == (HK, 2 * r, config.hidden_size)
+    assert held["in_proj_ba"].shape == (HK, r, 2, config.hidden_size)
     assert held["conv1d"].shape == (HK, 2 * dk + r * dv, mixer.conv_width)
     assert held["out_proj"].shape == (config.hidden_size, HK, r * dv)
     assert held["A_log"].shape == held["dt_bias"].shape == (HK, r)
@@ -101,9 +101,9 @@ def test_projections_of_gated_delta(pair):
     close(mine[..., dk : 2 * dk].reshape(5, -1), k)
     close(mine[..., 2 * dk :].reshape(5, -1), v)
     close(projected[..., c:].reshape(5, -1), z)
-    gates = np.einsum("td,hjd->thj", x, held["in_proj_ba"])
-    close(gates[..., :r].reshape(5, -1), b)
-    close(gates[..., r:].reshape(5, -1), a)
+    gates = np.einsum("td,hrjd->thrj", x, held["in_proj_ba"])
+    close(gates[..., 0].reshape(5, -1), b)
+    close(gates[..., 1].reshape(5, -1), a)
     values = np.random.default_rng(1).standard_normal((5, HK, r * dv))
     close(np.einsum("thz,dhz->td", values, held["out_proj"]), values.reshape(5, -1) @ raw["out_proj.weight"].T)
     close(held["A_log"].ravel(), raw["A_log"])

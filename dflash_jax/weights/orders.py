@@ -5,9 +5,9 @@ Rows are moved when a tensor is loaded, and back when it is written. There are t
 - Kernels rotate the pairs (i, i + H/2) of a whole head. A model that rotates the first r dimensions only pairs
   (i, i + r/2), so the dimensions of its queries and keys are moved to where kernels look for them; the others follow
   with an angle of 0 (`models.rope`). Attention sums over the dimensions of a head, so their order changes no score.
-- Devices share whole heads. What belongs to a head lies side by side: the gates and queries of a kv head, and the
-  query, key and values of a key head of Gated DeltaNet. Where devices outnumber kv heads, these are copied
-  (`DecoderConfig.over`): several of our rows are one row of the checkpoint.
+- Devices share whole heads. What belongs to a head lies side by side: the gates and queries of a kv head, the query,
+  key and values of a key head of Gated DeltaNet, and the two gates of a value head. Where devices outnumber kv heads,
+  these are copied (`DecoderConfig.over`): several of our rows are one row of the checkpoint.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def row_orders(config: DecoderConfig) -> dict[str, Order]:
         orders["v_proj"] = _heads(heads, np.arange(config.head_dim))
     if config.gated_delta is not None:
         orders["in_proj_qkv"] = orders["conv1d"] = _channels(config.gated_delta)
+        orders["in_proj_ba"] = _gates(config.gated_delta)
     return orders
 
 
@@ -70,3 +71,9 @@ def _channels(mixer: GatedDelta) -> Order:
     rows = np.arange(mixer.key_heads * mixer.channels_per_key)
     queries, keys, values = np.split(rows, mixer.key_heads * mixer.key_dim * np.array([1, 2]))
     return np.concatenate([part.reshape(mixer.key_heads, -1) for part in (queries, keys, values)], axis=1).ravel()
+
+
+def _gates(mixer: GatedDelta) -> Order:
+    """A checkpoint that has both gates in one tensor has those of one kind for each key head, then the others."""
+    rows = np.arange(2 * mixer.value_heads).reshape(mixer.key_heads, 2, -1)
+    return rows.swapaxes(1, 2).ravel()

@@ -168,7 +168,8 @@ def parameters_of(table: Table, config: DecoderConfig) -> list[Parameter]:
         if is_stacked:
             array_axes = ("X", "2", *array_axes) if is_fused else ("X", *array_axes)
         elif is_fused:
-            array_axes = (array_axes[0], "J", *array_axes[2:])
+            joint = array_axes.index("1") if "1" in array_axes else 1
+            array_axes = (*array_axes[:joint], "J", *array_axes[joint + 1 :])
         is_centered = config.zero_centered_norms and base.endswith("norm") and axes in ("D", "H")
         earlier = parameters.get(path)
         parameters[path] = Parameter(

@@ -74,8 +74,8 @@ def attention_table(config: DecoderConfig) -> Table:
 
 def gated_delta_table(*, key_heads_together: bool = False) -> Table:
     """Tensors of one Gated DeltaNet block; `Naming` says what the argument is."""
-    apart = {"qkv": "(HK c) D", "z": "(HK z) D", "b": "(HK r) D", "a": "(HK r) D"}
-    together = {"qkvz": "(HK c+z) D", "ba": "(HK 2r) D"}
+    apart = {"qkv": "(HK c) D", "z": "(HK z) D", "b": "(HK r 1) D", "a": "(HK r 1) D"}
+    together = {"qkvz": "(HK c+z) D", "ba": "(HK r 2) D"}
     return {
         **{f"in_proj_{name}.weight": axes for name, axes in (together if key_heads_together else apart).items()},
         "conv1d.weight": "(HK c) 1 taps",
@@ -187,7 +187,7 @@ def sizes(config: DecoderConfig) -> dict[str, int]:
     if mixer is not None:
         letters |= {"HK": mixer.key_heads, "c": mixer.channels_per_key, "taps": mixer.conv_width}
         letters |= {"r": mixer.values_per_key, "dv": mixer.value_dim, "z": mixer.values_per_key * mixer.value_dim}
-        letters |= {"2r": 2 * letters["r"], "c+z": letters["c"] + letters["z"]}
+        letters |= {"2": 2, "c+z": letters["c"] + letters["z"]}
     if config.experts is not None:
         letters |= {"X": config.experts.count, "2": 2, "M": config.experts.width}
         shared = config.experts.shared_width or 0

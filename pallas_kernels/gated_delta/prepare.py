@@ -109,10 +109,10 @@ def prepare(
         T, padded = block.inputs.shape[1], max(LEAST_ROWS, pl.next_power_of_2(G))
         out_shape.append(Mixed(like(HV, padded, dk), like(HV, padded, dv)) if mixes else tokens(T, queries=True))
     outputs = _compat.triton_call(
-        functools.partial(_prepare, sizes=(dk, dv)),
+        functools.partial(_prepare, sizes=(dk, dv), least=LEAST_ROWS if mixes else 1),
         grid=(B, HV) if mixes else (B, HK, 2 + HV // HK, 1 if block is None else 2),
         out_shape=out_shape,
-        num_warps=WARPS,
+        num_warps=WARPS if mixes or G > 1 else 1,
         num_stages=1,
         interpret=interpret,
         name="gated_delta_prepare",
@@ -123,7 +123,7 @@ def prepare(
 
 def _prepare(
     inputs: Any, gates: Any, weights: Any, rows: Any, count: Any, block: Any, tape: Any, *prepared: Any,
-    sizes: tuple[int, int],
+    sizes: tuple[int, int], least: int,
 ) -> None:  # fmt: skip
     """One program: queries, keys or the values of one head, of the tape or of the block of one sequence.
 
@@ -132,11 +132,13 @@ def _prepare(
     """
     b = pl.program_id(0)
     row, folded = rows_of(rows, count, b, inputs, gates.shape[1])[1:]
+    # As many for blocks as for tapes, so that the same sums have the same order.
+    numbers = jnp.arange(max(least, pl.next_power_of_2(gates.shape[1])), dtype=jnp.int32)
 
     def source(head: Head, is_block: bool) -> Source:
         if is_block:
-            return behind(inputs, (row, folded), block, (b, _numbers(gates)), weights, head)
-        return _of_tape(inputs, gates, (row, folded), head)
+            return behind(inputs, (row, folded), block, (b, numbers), weights, head)
+        return _of_tape(inputs, gates, (row, folded), numbers, head)
 
     if prepared and isinstance(prepared[0], Mixed):
         head = head_of(pl.program_id(1), weights, *sizes)
@@ -155,14 +157,9 @@ def _prepare(
             pl.when(is_mine & is_part)(store)
 
 
-def _numbers(gates: Any) -> Array:
-    """Tokens of a tile: as many for blocks as for tapes, so that the same sums have the same order."""
-    return jnp.arange(max(LEAST_ROWS, pl.next_power_of_2(gates.shape[1])), dtype=jnp.int32)
-
-
-def _of_tape(inputs: Any, gates: Any, place: tuple[Any, Any], head: Head) -> Source:
+def _of_tape(inputs: Any, gates: Any, place: tuple[Any, Any], t: Array, head: Head) -> Source:
     """The accepted tokens of a row's tape."""
-    (row, folded), t, before = place, _numbers(gates), inputs.shape[1] - gates.shape[1]
+    (row, folded), before = place, inputs.shape[1] - gates.shape[1]
 
     def window(tap: int, channels: Array) -> Array:
         at_tap = (t + tap)[:, None]

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float
@@ -63,6 +62,8 @@ def _route(logits: Any, is_token: Any, shared: Any, chosen: Any, weights: Any, *
     wide = pl.next_power_of_2(X)
     expert = jnp.arange(wide, dtype=jnp.int32)
     at = jnp.zeros_like(expert)
+    # All loads come before the first store, behind which they would wait.
+    is_one, logit = is_token[t] > 0, 0.0 if shared is None else _dot(*shared, t=t)
     total = jnp.zeros((wide,), jnp.float32)
     for s in range(S):
         total += pltriton.load(logits.at[at + s, at + t, expert], mask=expert < X, other=0.0)
@@ -75,25 +76,23 @@ def _route(logits: Any, is_token: Any, shared: Any, chosen: Any, weights: Any, *
         left = jnp.where(expert == mine, -jnp.inf, left)
     largest = jnp.max(values)
     scale = jnp.sum(jnp.exp((values if renormalize else total) - largest))
-    is_one, exists = is_token[t] > 0, place < k
+    exists = place < k
     row = jnp.zeros_like(place) + t
     pltriton.store(chosen.at[row, place], jnp.where(is_one, experts, jnp.int32(X)), mask=exists)
     pltriton.store(weights.at[row, place], jnp.exp(values - largest) / scale, mask=exists)
     if shared is not None:
-        x, gate = shared
-        opened[0][t] = 1 / (1 + jnp.exp(-_dot(x, gate, t)))
+        opened[0][t] = 1 / (1 + jnp.exp(-logit))
 
 
-def _dot(x: Any, gate: Any, t: Any) -> jax.Array:
+def _dot(x: Any, gate: Any, *, t: Any) -> jax.Array:
     """The product of a token with the shared expert's gate, float32."""
     width = x.shape[1]
     chunk = min(CHUNK, pl.next_power_of_2(width))
-
-    def step(i: Any, total: jax.Array) -> jax.Array:
-        column = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
+    total = jnp.zeros((chunk,), jnp.float32)
+    for first in range(0, width, chunk):
+        column = first + jnp.arange(chunk, dtype=jnp.int32)
         mask = column < width
-        inputs = pltriton.load(x.at[jnp.zeros_like(column) + t, column], mask=mask, other=0.0).astype(jnp.float32)
-        return total + inputs * pltriton.load(gate.at[column], mask=mask, other=0.0).astype(jnp.float32)
-
-    sums = lax.fori_loop(0, pl.cdiv(width, chunk), step, jnp.zeros((chunk,), jnp.float32))
-    return jnp.sum(sums)
+        inputs = pltriton.load(x.at[jnp.zeros_like(column) + t, column], mask=mask, other=0.0)
+        weights = pltriton.load(gate.at[column], mask=mask, other=0.0)
+        total += inputs.astype(jnp.float32) * weights.astype(jnp.float32)
+    return jnp.sum(total)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import flax.linen as nn
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -56,9 +55,8 @@ class GatedDeltaNet(nn.Module):
         assert isinstance(cache, RecurrentCache)
         delta = self.mixer
         channels = project_heads(x, self.weights["in_proj"], None, self.devices)  # [B, T, HK, c + r dv]
-        gates = project_heads(x, self.weights["in_proj_ba"], None, self.devices, is_narrow=True)  # [B, T, HK, 2 r]
-        b_and_a = [part.reshape(*gates.shape[:2], delta.value_heads) for part in jnp.split(gates, 2, axis=-1)]
-        both = jnp.stack(b_and_a, axis=-1)
+        gates = project_heads(x, self.weights["in_proj_ba"], None, self.devices, is_narrow=True)  # [B, T, HK, r, 2]
+        both = gates.reshape(*gates.shape[:2], delta.value_heads, 2)
         out, after = cache.advance(self.index, channels, both, self.recurrent, positions, delta)
         return self._gated_norm(out, channels), after
 
