@@ -96,14 +96,14 @@ class LockstepCache(KVCache):
     def advance(
         self,
         layer: int,
-        inputs: Float[Array, "B 1 HK C"],
+        inputs: Float[Array, "B 1 HK _"],
         gates: Float[Array, "B 1 HV 2"],
         weights: Weights,
         positions: Int[Array, "B 1"],
         delta: GatedDelta,
     ) -> tuple[Float[Array, "B 1 HV dv"], LockstepCache]:
         """Run the token through convolution and recurrence."""
-        window = jnp.concatenate([self.windows[layer], inputs], axis=1)
+        window = jnp.concatenate([self.windows[layer], inputs[..., : delta.channels_per_key]], axis=1)
         rows = reference.split_heads(reference.convolve(window, weights.conv), delta.key_dim, delta.value_dim)
         decay, strength = reference.decay_and_strength(gates, weights, jnp.ones((1, 1, 1), bool))
         out, state = reference.advance(self.states[layer], *rows, decay, strength)

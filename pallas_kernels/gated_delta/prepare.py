@@ -112,7 +112,7 @@ def prepare(
         functools.partial(_prepare, sizes=(dk, dv), least=LEAST_ROWS if mixes else 1),
         grid=(B, HV) if mixes else (B, HK, 2 + HV // HK, 1 if block is None else 2),
         out_shape=out_shape,
-        num_warps=WARPS if mixes or G > 1 else 1,
+        num_warps=WARPS if mixes or G > 1 else WARPS // 2,
         num_stages=1,
         interpret=interpret,
         name="gated_delta_prepare",

@@ -62,12 +62,12 @@ def _route(logits: Any, is_token: Any, shared: Any, chosen: Any, weights: Any, *
     wide = pl.next_power_of_2(X)
     expert = jnp.arange(wide, dtype=jnp.int32)
     at = jnp.zeros_like(expert)
-    # All loads come before the first store, behind which they would wait.
-    is_one, logit = is_token[t] > 0, 0.0 if shared is None else _dot(*shared, t=t)
     total = jnp.zeros((wide,), jnp.float32)
     for s in range(S):
         total += pltriton.load(logits.at[at + s, at + t, expert], mask=expert < X, other=0.0)
     total = jnp.where(expert < X, total, -jnp.inf)
+    is_one = is_token[t] > 0
+    pieces = [] if shared is None else _pieces(*shared, t=t)  # on their way while logits are compared
     place = jnp.arange(max(2, pl.next_power_of_2(k)), dtype=jnp.int32)
     experts, values, left = jnp.zeros_like(place), jnp.full(place.shape, -jnp.inf, jnp.float32), total
     for j in range(k):
@@ -81,18 +81,18 @@ def _route(logits: Any, is_token: Any, shared: Any, chosen: Any, weights: Any, *
     pltriton.store(chosen.at[row, place], jnp.where(is_one, experts, jnp.int32(X)), mask=exists)
     pltriton.store(weights.at[row, place], jnp.exp(values - largest) / scale, mask=exists)
     if shared is not None:
-        opened[0][t] = 1 / (1 + jnp.exp(-logit))
+        products = [x.astype(jnp.float32) * gate.astype(jnp.float32) for x, gate in pieces]
+        opened[0][t] = 1 / (1 + jnp.exp(-jnp.sum(sum(products[1:], products[0]))))
 
 
-def _dot(x: Any, gate: Any, *, t: Any) -> jax.Array:
-    """The product of a token with the shared expert's gate, float32."""
+def _pieces(x: Any, gate: Any, *, t: Any) -> list[tuple[jax.Array, jax.Array]]:
+    """A token's inputs and the shared expert's gate, in pieces of equal length."""
     width = x.shape[1]
     chunk = min(CHUNK, pl.next_power_of_2(width))
-    total = jnp.zeros((chunk,), jnp.float32)
+    pieces = []
     for first in range(0, width, chunk):
         column = first + jnp.arange(chunk, dtype=jnp.int32)
         mask = column < width
         inputs = pltriton.load(x.at[jnp.zeros_like(column) + t, column], mask=mask, other=0.0)
-        weights = pltriton.load(gate.at[column], mask=mask, other=0.0)
-        total += inputs.astype(jnp.float32) * weights.astype(jnp.float32)
-    return jnp.sum(total)
+        pieces.append((inputs, pltriton.load(gate.at[column], mask=mask, other=0.0)))
+    return pieces
