@@ -355,7 +355,7 @@ class Engine:
             was_ready = step.emitted.packed.is_ready()  # type: ignore[attr-defined]  # jax.Array has it, JAX's stubs do not
             emitted = jax.device_get(step.emitted)
             self._learn(step, emitted, was_ready=was_ready)
-            counts = emitted.count.tolist()
+            counts, tokens = emitted.count.tolist(), emitted.tokens.tolist()
             for row, running in enumerate(step.running):
                 if running is None:
                     continue
@@ -363,20 +363,21 @@ class Engine:
                     running.in_flight -= 1
                     running.num_rounds += 1
                 if not running.released:
-                    self._take(running, emitted, row, counts[row], length=step.length)
+                    taken = None if counts[row] < 0 else tokens[row][: counts[row]]
+                    self._take(running, taken, emitted, row, length=step.length)
                     changed[id(running.sequence)] = running.sequence
         return list(changed.values())
 
-    def _take(self, running: Running, emitted: Emitted, row: int, count: int, *, length: int) -> None:
-        """Hand one sequence what a step emitted for it; an error ends this sequence alone."""
+    def _take(self, running: Running, tokens: list[int] | None, emitted: Emitted, row: int, *, length: int) -> None:
+        """Hand one sequence the tokens that a step emitted for it, None for NaN; an error ends this sequence alone."""
         sequence = running.sequence
-        if count < 0:
+        if tokens is None:
             self.scheduler.forget(running)
             self.snapshots.forget(running)
             sequence.fail("the target's logits are not numbers (NaN); check the checkpoint and its dtype.")
         else:
             try:
-                self._emissions.observe(length, take_emitted(sequence, emitted, row, count, length=length))
+                self._emissions.observe(length, take_emitted(sequence, tokens, emitted, row, length=length))
                 self.scheduler.remember(running)
                 if self.snapshots.is_active:
                     self._copy_states(self.snapshots.after_read(running))

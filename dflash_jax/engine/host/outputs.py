@@ -31,7 +31,8 @@ class EmissionCounts:
         self.num_tokens += taken
         if length > 1 and taken:
             self.num_draft_tokens += length - 1
-            self.rounds_by_accepted += [0] * (length - len(self.rounds_by_accepted))
+            if len(self.rounds_by_accepted) < length:
+                self.rounds_by_accepted += [0] * (length - len(self.rounds_by_accepted))
             self.rounds_by_accepted[taken - 1] += 1
 
     @property
@@ -64,20 +65,19 @@ def stats_of(scheduler: Scheduler, snapshots: Snapshots, emissions: EmissionCoun
     )
 
 
-def take_emitted(sequence: Sequence, emitted: Emitted, row: int, count: int, *, length: int) -> int:
+def take_emitted(sequence: Sequence, tokens: list[int], emitted: Emitted, row: int, *, length: int) -> int:
     """Append the emitted tokens of one row to a sequence, with their log-probabilities if it wants them.
 
     Args:
         sequence: the sequence.
+        tokens: that the row has emitted.
         emitted: results of the step.
         row: the sequence's row.
-        count: how many tokens the row has emitted.
         length: `InFlight.length` of the step.
 
     Returns:
         How many tokens it has taken: it may end before the last.
     """
-    tokens = emitted.tokens[row, :count].tolist()
     logprobs = None
     wanted = sequence.params.logprobs
     if wanted is not None:

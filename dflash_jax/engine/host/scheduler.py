@@ -90,13 +90,15 @@ class Running:
     @property
     def length(self) -> int:
         """Tokens that the target has processed for certain; rounds in flight will add more."""
-        return max(len(self.text), len(self.sequence.prompt_token_ids) + len(self.sequence.output.token_ids) - 1)
+        sequence = self.sequence
+        return max(len(self.text), len(sequence.prompt_token_ids) + len(sequence.output.token_ids) - 1)
 
     @property
     def may_emit(self) -> bool:
         """Whether it may emit tokens beyond those of the rounds in flight."""
-        emitted = max(len(self.sequence.output.token_ids), 1) + self.in_flight
-        return not self.released and self.is_prefilled and emitted < self.sequence.max_new_tokens
+        if self.released or not self.is_prefilled:
+            return False
+        return max(len(self.sequence.output.token_ids), 1) + self.in_flight < self.sequence.max_new_tokens
 
 
 class Scheduler:

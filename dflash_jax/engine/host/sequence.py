@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,14 +102,14 @@ class Sequence:
         """The text of one token on its own, None without a tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.decode_one(token)
 
-    def extend(self, tokens: Iterable[int], logprobs: Seq[TokenLogprobs] | None) -> int:
+    def extend(self, tokens: list[int], logprobs: Seq[TokenLogprobs] | None) -> int:
         """Append the tokens of a step up to where the completion ends; return how many were taken."""
         if self.finished or self._is_broken():  # a constraint that broke has let any token pass
             return 0
-        tokens, taken = list(tokens), 0
         if logprobs is None and self.constraint is None and self._cannot_end_in(tokens):
             self.output.token_ids += tokens
-            taken, tokens = len(tokens), []
+            return len(tokens)
+        taken = 0
         for token in tokens:
             taken += 1
             self.output.token_ids.append(token)
@@ -137,10 +136,10 @@ class Sequence:
 
     def _is_broken(self) -> bool:
         """Whether its constraint has failed; the sequence then fails with the same error."""
-        error = None if self.constraint is None else self.constraint.error
-        if error is not None:
-            self.fail(error)
-        return error is not None
+        if self.constraint is None or self.constraint.error is None:
+            return False
+        self.fail(self.constraint.error)
+        return True
 
     def fail(self, cause: str) -> None:
         """End it with an error; its output keeps what was emitted."""

@@ -106,9 +106,10 @@ class ModelRunner:
 
     def program(self, shape: StepShape) -> Program:
         """The program of a shape, compiled or not."""
-        if shape not in self._programs:
+        program = self._programs.get(shape)
+        if program is None:
             step, state = STEPS[shape.step], self._state()
-            program = Program(
+            made = Program(
                 self._store.compile,
                 str(shape),
                 step.function,
@@ -117,8 +118,8 @@ class ModelRunner:
                 step.static(spec=self.spec, length=shape.tokens, mode=shape.mode, confirm=self._confirm),
                 compiler_options(self.spec.mesh.platform, has_room=self._has_room),
             )
-            self._programs[shape] = self._store.find(program)
-        return self._programs[shape]
+            program = self._programs[shape] = self._store.find(made)
+        return program
 
     def _run(self, shape: StepShape, *inputs: Any) -> Any:
         """Enqueue a step over the current state; the caller stores the state that it returns."""
