@@ -282,6 +282,7 @@ def test_sliding_pages_stay_bounded(models):
     assert max(kept) <= engine.layout.groups[1].num_units <= 7
 
 
+@pytest.mark.long
 def test_a_prompt_of_20000_tokens(tmp_path):
     """A window of 64: the sliding group keeps a handful of pages, whatever the prompt; nothing leaks."""
     small = {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 20_480}

@@ -45,7 +45,7 @@ def plain(tmp_path_factory):
     return target, prompts, tokens_of(LLM(target, max_num_seqs=2).generate(prompts, greedy(30)))
 
 
-RARELY = ("one_layer", "symmetric_window", "causal_multi_query")  # test_oracle.py has such, too
+RARELY = ("one_layer", "all_sliding", "symmetric_window", "causal_multi_query")  # test_oracle.py has such, too
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,8 @@ class Grouped:
 @pytest.mark.parametrize(
     "devices",
     [
-        pytest.param(1, marks=pytest.mark.long),
-        pytest.param(4, marks=pytest.mark.skipif(jax.device_count() < 4, reason="4")),
+        1,
+        pytest.param(4, marks=[pytest.mark.long, pytest.mark.skipif(jax.device_count() < 4, reason="4")]),
     ],
 )
 def test_a_made_up_format_serves_a_target(tmp_path, monkeypatch, devices):

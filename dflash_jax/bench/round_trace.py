@@ -31,11 +31,11 @@ PARTS = (
     ("draft_context", re.compile(r"write_context")),
     ("draft", re.compile(r"jit_draft|jit\(draft\)|/draft/|DraftModel")),
     ("sampling", re.compile(r"jit_commit|jit\(commit\)|/commit/")),
-    ("verify_router", re.compile(r"/router/")),
+    ("verify_router", re.compile(r"/router/| route\S*$")),
     ("verify_shared_expert", re.compile(r"/shared_expert/")),
     ("verify_experts", re.compile(r"experts")),
-    ("verify_gated_delta", re.compile(r"gated_delta")),  # convolution, fold and recurrence; projections are products
-    ("verify_gemm", re.compile(r" (swiglu|product|quantized_product)\S*$")),
+    ("verify_gated_delta", re.compile(r"gated_(delta|norm)")),  # all of the block but projections, which are products
+    ("verify_gemm", re.compile(r" (swiglu|product|narrow_product|quantized_product)\S*$")),
     ("verify_other", re.compile(r"add_norm(?!.*dot)")),  # the scope of a fused product contains it as well
     (
         "verify_attention",  # projections are written in self_attn, the attention itself beside it

@@ -88,8 +88,8 @@ def test_no_pool_is_copied(attention, dtype):
     ("length", "kv_cache_dtype", "step", "mode"),
     [
         (1, "float32", ("greedy_round", 2, 1), ()),
-        (6, "float32", ("greedy_round", 2, 6), ()),
-        (6, "bfloat16", ("greedy_round", 2, 6), ()),
+        pytest.param(6, "float32", ("greedy_round", 2, 6), (), marks=pytest.mark.long),
+        pytest.param(6, "bfloat16", ("greedy_round", 2, 6), (), marks=pytest.mark.long),
         (6, "fp8", ("greedy_round", 2, 6), ()),
         (6, "float32", ("verify_commit", 2, 6), ("any",)),
     ],

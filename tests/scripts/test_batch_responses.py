@@ -6,6 +6,7 @@ import batch_responses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from embedded_architectures import HYBRID
 
 from dflash_jax.models.target import TargetModel
@@ -15,6 +16,7 @@ from dflash_jax.weights.export import save_json
 from tests.pairs import write_byte_tokenizer
 
 
+@pytest.mark.long
 def test_responses_are_the_likeliest_tokens():
     sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "vocab_size": 64, "hidden_size": 32}
     config = target_config(HYBRID | sizes)

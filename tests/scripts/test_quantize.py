@@ -112,7 +112,7 @@ def test_blocks_have_a_scale_each():
 
 
 # Layers that are rounded, and pieces of text: errors add up, and 16 layers need more inputs than one does.
-SIZES = [(1, 8), pytest.param(16, 64, marks=pytest.mark.long)]
+SIZES = [(1, 8), (16, 64)]
 
 
 def perplexity(folders):
@@ -132,6 +132,7 @@ def perplexity(folders):
     return [float(jnp.exp(loss(of_folder))) for of_folder in params]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layers", "samples"), SIZES)
 def test_calibration_loses_less_than_rounding(tmp_path, layers, samples):
     """On text that was not calibrated with, where the first layers are rounded; and fp8 loses almost nothing."""

@@ -176,6 +176,7 @@ def test_the_target_has_learnt_and_is_served(trained):
     assert (trained / "generation_config.json").exists()
 
 
+@pytest.mark.long
 def test_a_hybrid_learns_and_its_numbers_are_those_of_the_file(folders, tokenizer, tmp_path):
     corpus, out = folders
     for file in out.glob("tokenizer*.json"):

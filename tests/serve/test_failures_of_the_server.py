@@ -275,6 +275,7 @@ class UnixConnection(http.client.HTTPConnection):
         self.sock.connect(str(self.path))
 
 
+@pytest.mark.long
 def test_a_unix_socket(tmp_path):
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as dead:  # of a server that has not cleaned up

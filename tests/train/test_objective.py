@@ -124,7 +124,7 @@ def alone(params, config, features, block, anchor):
     return hidden[0]
 
 
-USUAL = (("mixed", {}), ("mixed", {"sliding_window_non_causal": True}), ("sliding", {"is_causal": True}))
+USUAL = (("mixed", {}), ("mixed", {"sliding_window_non_causal": True}))
 
 
 @pytest.mark.parametrize(
