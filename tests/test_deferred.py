@@ -14,6 +14,7 @@ CASE = golden_cases(PAIR)[3]  # the drafter is right about every block of 16
 PAGE = 8
 
 
+@pytest.mark.long
 def test_features_wait_until_there_are_as_many_as_may(monkeypatch):
     written = []
 

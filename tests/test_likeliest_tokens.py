@@ -61,7 +61,7 @@ def always_halved(monkeypatch):
 
 
 @pytest.mark.usefixtures("always_halved")
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_outputs_and_acceptance_stay_those_of_the_reference(devices):
     if jax.device_count() < devices:
         pytest.skip(f"needs {devices} devices")

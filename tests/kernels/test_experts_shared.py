@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _compat
-from pallas_kernels.experts import Shared, experts
-from tests.kernels.cases import BF16, F32, cuda_lowering, error
+from pallas_kernels.experts import FewBits, Shared, experts
+from tests.kernels import test_quantized_product
+from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, error
 from tests.kernels.conftest import ON_GPU
 from tests.kernels.test_experts import expected, routed
+from tests.kernels.test_experts_few_bits import narrow
 
 WIDTHS = {"parts of 16": (4, 16), "one part": (1, 64), "no whole tiles": (3, 16)}  # E, I
 PLACES = {"one token": (1,), "few tokens": (2, 3), "sixteen": (16,), "sorted": (3, 7)}
@@ -53,6 +55,51 @@ def test_its_output_is_added(implementation, dtype, most, width, place):
     found = run(implementation)(*arrays, shared)
     assert (found.dtype, found.shape) == (dtype, arrays[0].shape)
     assert error(found, expected(*arrays) + of_shared(arrays[0], shared)) < most
+
+
+def few_bits(kind, shape, seed):
+    """A shared expert's matrix in few bits as a dense weight has them, e4m3 numbers one by one; and its numbers."""
+    outputs = int(np.prod(shape[:-1]))
+    (_, *parts), wide = test_quantized_product.operands(
+        kind, 32, outputs=outputs, inputs=shape[-1], tokens=(1,), seed=seed
+    )
+    values, scales, zeros = (None if part is None else part.reshape(*shape[:-1], -1) for part in parts)
+    return FewBits(values, scales, zeros), np.asarray(wide).reshape(shape)
+
+
+@pytest.mark.parametrize("place", ["one token", "few tokens", "sorted"])
+@pytest.mark.parametrize(
+    ("kind", "routed_kind"), [("fp8", "fp8"), ("int4", "int4"), ("zeros", "bf16"), ("bf16", "int4")]
+)
+def test_in_few_bits(kind, routed_kind, place):
+    tokens = PLACES[place]
+    small, wide = narrow(tokens, 3, 5, 32, 64, kinds=(routed_kind, routed_kind))
+    shared = shared_of(tokens, 4, 16, 64)
+    gate_up, down = shared.gate_up, shared.down
+    wide_gate_up, wide_down = gate_up, down
+    if kind != "bf16":
+        (gate_up, wide_gate_up), (down, wide_down) = (few_bits(kind, w.shape, i) for i, w in enumerate((gate_up, down)))
+    found = run("triton")(*small, Shared(gate_up, down, shared.weights))
+    dense = of_shared(small[0], Shared(wide_gate_up, wide_down, shared.weights))
+    assert error(found, expected(*wide) + dense) < 6e-3
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(8, E4M3), (4, jnp.uint16)])
+def test_lowers_in_few_bits(monkeypatch, bits, dtype):
+    """The 122B's sizes on two devices: routed experts in words, a shared one as dense weights are."""
+    monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
+
+    def few(*shape, words=True):
+        *outputs, inputs = shape
+        values = (*outputs, inputs * bits // 16) if words or bits == 4 else shape
+        kind = jnp.int16 if words and bits == 8 else dtype
+        return FewBits(jax.ShapeDtypeStruct(values, kind), jax.ShapeDtypeStruct((*outputs, inputs // 128), BF16))
+
+    x, chosen = jax.ShapeDtypeStruct((16, 3072), BF16), jax.ShapeDtypeStruct((16, 8), jnp.int32)
+    weights, opened = jax.ShapeDtypeStruct((16, 8), F32), jax.ShapeDtypeStruct((16,), F32)
+    shared = Shared(few(8, 2, 64, 3072, words=False), few(3072, 512, words=False), opened)
+    arrays = x, few(256, 2, 512, 3072), few(256, 3072, 512), chosen, weights, shared
+    assert "xla.gpu.triton" in cuda_lowering(lambda *given: experts(*given), *arrays)
 
 
 def test_a_token_is_what_it_is_alone():

@@ -87,6 +87,7 @@ def words(message: dict) -> str:
     return json.loads(calls[0]["function"]["arguments"])["command"] if calls else message["content"]
 
 
+@pytest.mark.long
 def test_a_turn_computes_what_is_new_and_answers_as_if_it_had_computed_all(pair, tmp_path: Path):
     with serving(tmp_path, *FLAGS, "--max-model-len=4096", model=pair) as live:
 

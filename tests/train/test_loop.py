@@ -202,7 +202,8 @@ class TimedEvaluator:
         return {"acceptance_length": 1.0}
 
 
-@pytest.mark.parametrize("eval_every", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
+@pytest.mark.long
+@pytest.mark.parametrize("eval_every", [0, 2, 3])
 def test_minutes_cover_the_evaluation_at_the_end(data, tmp_path, monkeypatch, eval_every):
     """In a run of 60 seconds a step takes two and an evaluation seven."""
     clock = [0.0]
@@ -322,6 +323,7 @@ def addresses(array):
     return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
 
 
+@pytest.mark.long
 def test_an_evaluation_reads_the_target_from_no_file(data, tmp_path, monkeypatch):
     folders, read = [], frontend.load_params
     monkeypatch.setattr(frontend, "load_params", lambda *args, **kw: folders.append(args[0]) or read(*args, **kw))
