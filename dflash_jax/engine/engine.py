@@ -268,8 +268,8 @@ class Engine:
         changed: list[Sequence] = []
         rounds: list[Running] = []
         was_short = False
-        for running in [r for r in self.scheduler.running if r.may_emit]:
-            if was_short and not running.may_emit:
+        for running in list(self.scheduler.running):
+            if not running.may_emit:
                 continue
             rounds.append(running)
             while not self.scheduler.reserve_round(running):
@@ -355,20 +355,20 @@ class Engine:
             was_ready = step.emitted.packed.is_ready()  # type: ignore[attr-defined]  # jax.Array has it, JAX's stubs do not
             emitted = jax.device_get(step.emitted)
             self._learn(step, emitted, was_ready=was_ready)
-            counts, tokens = emitted.count.tolist(), emitted.tokens.tolist()
+            counts, tokens, length = emitted.count.tolist(), emitted.tokens.tolist(), step.length
             for row, running in enumerate(step.running):
                 if running is None:
                     continue
-                if step.length > 0:  # a round, not a prefill
+                if length > 0:  # a round, not a prefill
                     running.in_flight -= 1
                     running.num_rounds += 1
                 if not running.released:
-                    taken = None if counts[row] < 0 else tokens[row][: counts[row]]
-                    self._take(running, taken, emitted, row, length=step.length)
+                    count = counts[row]
+                    self._take(running, None if count < 0 else tokens[row][:count], emitted, row, length)
                     changed[id(running.sequence)] = running.sequence
         return list(changed.values())
 
-    def _take(self, running: Running, tokens: list[int] | None, emitted: Emitted, row: int, *, length: int) -> None:
+    def _take(self, running: Running, tokens: list[int] | None, emitted: Emitted, row: int, length: int) -> None:
         """Hand one sequence the tokens that a step emitted for it, None for NaN; an error ends this sequence alone."""
         sequence = running.sequence
         if tokens is None:

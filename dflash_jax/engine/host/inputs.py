@@ -142,7 +142,8 @@ def tables_of(scheduler: Scheduler, running: list[Running], rows: int, width: in
     """
     num_slots = len(scheduler.tables[0])
     slots = slots_of(running, rows, padding=num_slots)
-    within = np.minimum(slots, num_slots - 1)  # rows of padding read some slot's table, and nobody reads theirs
+    # Rows of padding read some slot's table, and nobody reads theirs.
+    within = slots if len(running) == rows else np.minimum(slots, num_slots - 1)
     return Tables.pack(
         slots,
         [valid_from[within] for valid_from in scheduler.valid_from[1:GROUPS]],

@@ -96,7 +96,7 @@ class Running:
     @property
     def may_emit(self) -> bool:
         """Whether it may emit tokens beyond those of the rounds in flight."""
-        if self.released or not self.is_prefilled:
+        if self.released or self.prefilled != len(self.text):  # as `is_prefilled`; each round asks this of all twice
             return False
         return max(len(self.sequence.output.token_ids), 1) + self.in_flight < self.sequence.max_new_tokens
 
@@ -169,7 +169,8 @@ class Scheduler:
         """Let others share the whole pages that are certainly written."""
         if running.sequence.cache_salt is None:
             return
-        written = running.length - running.deferred if running.is_prefilled else running.prefilled
+        is_prefilled = running.prefilled == len(running.text)
+        written = running.length - running.deferred if is_prefilled else running.prefilled
         pages, first = written // self.layout.page_size, running.remembered
         if pages <= first:
             return
