@@ -175,7 +175,7 @@ def test_drafted_and_plain_requests_in_one_batch(llm):
     assert tokens_of(in_parts(llm, PROMPTS, params)) == EXPECTED
 
 
-def test_tails_of_chunks_and_rounds_of_several_lengths_side_by_side(monkeypatch):
+def test_tails_of_chunks_and_rounds_of_every_length_side_by_side(monkeypatch):
     """A prompt of 32 + n tokens ends with a chunk of n, as its last page boundary is a stop: 8.1 to 8.5.
 
     Two run at a time, so that each but the first begins beside a round of another, in a slot that held a third's state.
@@ -183,7 +183,7 @@ def test_tails_of_chunks_and_rounds_of_several_lengths_side_by_side(monkeypatch)
     """
     llm = golden_llm(PAIR, num_speculative_tokens=None, page_size=16, max_num_seqs=16)
     rng = np.random.default_rng(4)
-    choose_lengths(monkeypatch, llm.engine, lambda _: int(rng.choice([8, 2, 1], p=[0.6, 0.2, 0.2])))
+    choose_lengths(monkeypatch, llm.engine, lambda _: int(rng.choice([8, 4, 2, 1], p=[0.6, 0.1, 0.1, 0.2])))
     texts = [(CASES[case]["input_ids"] + EXPECTED[case], first + n) for case, first in ((0, 0), (2, 32)) for n in TAILS]
     rng.shuffle(texts)
     requests = [
@@ -198,7 +198,7 @@ def test_tails_of_chunks_and_rounds_of_several_lengths_side_by_side(monkeypatch)
     for (text, n), request in zip(texts, requests, strict=True):
         assert request.sequences[0].output.token_ids == text[n : n + 12]
     lengths = Counter(length for request in requests for length in request.output().metrics.acceptance_lengths)
-    assert min(lengths[1], lengths[2], lengths[8]) > 2
+    assert min(lengths[1], lengths[2], lengths[4], lengths[8]) > 2
     assert_empty(llm.engine)
 
 

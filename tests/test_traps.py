@@ -253,9 +253,7 @@ def test_drafter_context_holds_features_and_nothing_of_the_block(plain):
     "other",
     [
         lambda config: replace(config, target_layer_ids=tuple(reversed(config.target_layer_ids))),
-        pytest.param(
-            lambda config: replace(config, layers=tuple(map(non_causal, config.layers))), marks=pytest.mark.long
-        ),
+        lambda config: replace(config, layers=tuple(map(non_causal, config.layers))),
     ],
     ids=["taps", "masks"],
 )

@@ -197,7 +197,8 @@ def test_an_engine_goes_on_where_few_programs_fit(monkeypatch, caplog):
     for number, params in [
         (4, greedy(80)),
         (1, greedy(80, logprobs=2)),
-        (2, greedy(80, speculation=False)),
+        (3, greedy(80, speculation=False)),
+        (2, greedy(80)),
     ]:
         outputs = llm.generate(prompts[:number], params)
         assert tokens_of(outputs) == [case["output_ids"] for case in CASES[:number]]

@@ -92,7 +92,7 @@ class Grouped:
     "devices",
     [
         1,
-        pytest.param(4, marks=[pytest.mark.long, pytest.mark.skipif(jax.device_count() < 4, reason="4")]),
+        pytest.param(4, marks=[pytest.mark.long, pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")]),
     ],
 )
 def test_a_made_up_format_serves_a_target(tmp_path, monkeypatch, devices):

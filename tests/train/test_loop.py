@@ -202,8 +202,7 @@ class TimedEvaluator:
         return {"acceptance_length": 1.0}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("eval_every", [0, 2, 3])
+@pytest.mark.parametrize("eval_every", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
 def test_minutes_cover_the_evaluation_at_the_end(data, tmp_path, monkeypatch, eval_every):
     """In a run of 60 seconds a step takes two and an evaluation seven."""
     clock = [0.0]
