@@ -189,7 +189,7 @@ def test_the_table(models, capsys):
     assert served["4", "target", "qkv_proj"] == "mosaic"
     [others] = {others for batch, _, _, call, _, others in cells if batch == "1" and "x qkv_proj" in call}
     reason = "mosaic: It was measured faster for 17 to 256 tokens; these are 16."
-    narrow = "narrow: It was measured faster for weights of up to 512 rows; these are 6144."
+    narrow = "narrow: It was measured faster for weights of up to 256 rows; these are 6144."
     assert others == f"{reason} {narrow} reference: 'triton' is preferred."
 
 

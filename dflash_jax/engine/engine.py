@@ -27,7 +27,7 @@ from dflash_jax.engine.device.slots import Emitted, StepSpec, Tables
 from dflash_jax.engine.host import inputs
 from dflash_jax.engine.host.adaptive import BlockLengths, RoundClock
 from dflash_jax.engine.host.in_flight import InFlight, ScoreInFlight
-from dflash_jax.engine.host.outputs import EmissionCounts, stats_of, take_emitted, take_prompt_logprobs
+from dflash_jax.engine.host.outputs import EmissionCounts, stats_of, take_emitted, take_prompt_logprobs, tokens_of_rows
 from dflash_jax.engine.host.scheduler import Running, Scheduler
 from dflash_jax.engine.host.sequence import Sequence
 from dflash_jax.engine.host.snapshots import Move, Snapshots
@@ -355,7 +355,7 @@ class Engine:
             was_ready = step.emitted.packed.is_ready()  # type: ignore[attr-defined]  # jax.Array has it, JAX's stubs do not
             emitted = jax.device_get(step.emitted)
             self._learn(step, emitted, was_ready=was_ready)
-            counts, tokens, length = emitted.count.tolist(), emitted.tokens.tolist(), step.length
+            tokens, length = tokens_of_rows(emitted), step.length
             for row, running in enumerate(step.running):
                 if running is None:
                     continue
@@ -363,8 +363,7 @@ class Engine:
                     running.in_flight -= 1
                     running.num_rounds += 1
                 if not running.released:
-                    count = counts[row]
-                    self._take(running, None if count < 0 else tokens[row][:count], emitted, row, length)
+                    self._take(running, tokens[row], emitted, row, length)
                     changed[id(running.sequence)] = running.sequence
         return list(changed.values())
 

@@ -15,7 +15,7 @@ from pallas_kernels.lib import streams
 from pallas_kernels.lib.measured import MAX_STREAM_TOKENS, is_large, tokens_of
 from pallas_kernels.lib.streams import Config
 
-LEAST_BYTES, MOST_PARTS = 1 << 23, 4  # of a weight whose product comes in parts
+LEAST_BYTES, MOST_PARTS = 1 << 24, 4  # of a weight whose product comes in parts
 SHORT = Config(rows=64, depth=128, num_stages=4)  # of few inputs: all there are, or those of a part
 
 
@@ -62,7 +62,7 @@ def product(
 
 
 def splits(x: Any, weight: Any) -> int:
-    """The parts of a product on a Hopper that its caller sums: of weights of 8 to 32 MiB, to have programs enough.
+    """The parts of a product on a Hopper that its caller sums: of weights of 16 to 32 MiB, to have programs enough.
 
     [2048, 4096] has 64 programs of 32 rows. In rounds of Qwen3.5-35B-A3B XLA takes 10.2 us for it, split and summed.
     """

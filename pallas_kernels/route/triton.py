@@ -66,7 +66,7 @@ def _route(logits: Any, is_token: Any, shared: Any, chosen: Any, weights: Any, *
     for s in range(S):
         total += pltriton.load(logits.at[at + s, at + t, expert], mask=expert < X, other=0.0)
     total = jnp.where(expert < X, total, -jnp.inf)
-    is_one = is_token[t] > 0
+    is_here = is_token[t] > 0
     pieces = [] if shared is None else _pieces(*shared, t=t)  # on their way while logits are compared
     place = jnp.arange(max(2, pl.next_power_of_2(k)), dtype=jnp.int32)
     experts, values, left = jnp.zeros_like(place), jnp.full(place.shape, -jnp.inf, jnp.float32), total
@@ -78,7 +78,7 @@ def _route(logits: Any, is_token: Any, shared: Any, chosen: Any, weights: Any, *
     scale = jnp.sum(jnp.exp((values if renormalize else total) - largest))
     exists = place < k
     row = jnp.zeros_like(place) + t
-    pltriton.store(chosen.at[row, place], jnp.where(is_one, experts, jnp.int32(X)), mask=exists)
+    pltriton.store(chosen.at[row, place], jnp.where(is_here, experts, jnp.int32(X)), mask=exists)
     pltriton.store(weights.at[row, place], jnp.exp(values - largest) / scale, mask=exists)
     if shared is not None:
         products = [x.astype(jnp.float32) * gate.astype(jnp.float32) for x, gate in pieces]

@@ -130,7 +130,7 @@ def test_explain_says_what_serves_and_why_others_do_not():
     assert (few.call.label, few.chosen) == ("16 rows", "triton")
     assert few.others == {
         "mosaic": "It was measured faster for 17 to 256 tokens; these are 16.",
-        "narrow": "It was measured faster for weights of up to 512 rows; these are 4096.",
+        "narrow": "It was measured faster for weights of up to 256 rows; these are 4096.",
         "reference": "'triton' is preferred.",
     }
     assert wide.chosen == "reference"

@@ -65,6 +65,12 @@ def stats_of(scheduler: Scheduler, snapshots: Snapshots, emissions: EmissionCoun
     )
 
 
+def tokens_of_rows(emitted: Emitted) -> list[list[int] | None]:
+    """The tokens that each row of a step has emitted; None where its logits are NaN."""
+    rows = zip(emitted.tokens.tolist(), emitted.count.tolist(), strict=True)  # at once: a slice a row takes 0.4 us
+    return [None if count < 0 else tokens[:count] for tokens, count in rows]
+
+
 def take_emitted(sequence: Sequence, tokens: list[int], emitted: Emitted, row: int, *, length: int) -> int:
     """Append the emitted tokens of one row to a sequence, with their log-probabilities if it wants them.
 
