@@ -15,7 +15,6 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 
 import jax
-import numpy as np
 
 from dflash_jax.base.errors import QueueFullError
 from dflash_jax.base.outputs import EngineStats
@@ -356,6 +355,7 @@ class Engine:
             emitted = jax.device_get(step.emitted)
             self._learn(step, emitted, was_ready=was_ready)
             tokens, length = tokens_of_rows(emitted), step.length
+            taken: list[int] = []
             for row, running in enumerate(step.running):
                 if running is None:
                     continue
@@ -363,20 +363,21 @@ class Engine:
                     running.in_flight -= 1
                     running.num_rounds += 1
                 if not running.released:
-                    self._take(running, tokens[row], emitted, row, length)
+                    taken.append(self._take(running, tokens[row], emitted, row, length))
                     changed[id(running.sequence)] = running.sequence
+            self._emissions.observe(length, taken)
         return list(changed.values())
 
-    def _take(self, running: Running, tokens: list[int] | None, emitted: Emitted, row: int, length: int) -> None:
-        """Hand one sequence the tokens that a step emitted for it, None for NaN; an error ends this sequence alone."""
-        sequence = running.sequence
+    def _take(self, running: Running, tokens: list[int] | None, emitted: Emitted, row: int, length: int) -> int:
+        """Hand one sequence its tokens, None for NaN, and return how many it took; an error ends this one alone."""
+        sequence, taken = running.sequence, 0
         if tokens is None:
             self.scheduler.forget(running)
             self.snapshots.forget(running)
             sequence.fail("the target's logits are not numbers (NaN); check the checkpoint and its dtype.")
         else:
             try:
-                self._emissions.observe(length, take_emitted(sequence, tokens, emitted, row, length=length))
+                taken = take_emitted(sequence, tokens, emitted, row, length=length)
                 self.scheduler.remember(running)
                 if self.snapshots.is_active:
                     self._copy_states(self.snapshots.after_read(running))
@@ -387,14 +388,11 @@ class Engine:
             sequence.suspect = False
         if sequence.finished:
             self.scheduler.release(running)
+        return taken
 
     def _learn(self, step: InFlight, emitted: Emitted, *, was_ready: bool) -> None:
-        """Tell `BlockLengths` how many tokens a round emitted, and its seconds if no other step ran before it."""
+        """Tell the planner how many tokens a round emitted, and its seconds if no other step ran before it."""
         if not step.is_timed or not self._in_flight or self.runner.is_compiling:
             self._clock.restart()
         seconds = self._clock.read(time.perf_counter(), was_ready=was_ready)
-        if self.planner.lengths is not None and step.length:
-            counts = np.maximum(emitted.count, 1).tolist()
-            still_running = [(r.slot, counts[row]) for row, r in enumerate(step.running) if r and not r.released]
-            slots, emitted_counts = [slot for slot, _ in still_running], [count for _, count in still_running]
-            self.planner.lengths.observe(step.batch, step.length, slots, emitted_counts, seconds)
+        self.planner.learn(step, emitted.count, seconds)

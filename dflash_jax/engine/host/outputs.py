@@ -26,14 +26,14 @@ class EmissionCounts:
     num_draft_tokens: int = 0
     rounds_by_accepted: list[int] = field(default_factory=list)
 
-    def observe(self, length: int, taken: int) -> None:
-        """Count the `taken` tokens of one sequence, from a step whose `InFlight.length` is `length`."""
-        self.num_tokens += taken
-        if length > 1 and taken:
-            self.num_draft_tokens += length - 1
-            if len(self.rounds_by_accepted) < length:
-                self.rounds_by_accepted += [0] * (length - len(self.rounds_by_accepted))
-            self.rounds_by_accepted[taken - 1] += 1
+    def observe(self, length: int, taken: list[int]) -> None:
+        """Count the tokens that each sequence has taken, from a step whose `InFlight.length` is `length`."""
+        self.num_tokens += sum(taken)
+        if length > 1:
+            self.rounds_by_accepted += [0] * (length - len(self.rounds_by_accepted))
+            for number in filter(None, taken):
+                self.num_draft_tokens += length - 1
+                self.rounds_by_accepted[number - 1] += 1
 
     @property
     def num_accepted_tokens_per_pos(self) -> tuple[int, ...]:

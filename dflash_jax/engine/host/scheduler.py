@@ -36,7 +36,7 @@ class Running:
         text: tokens to prefill: the prompt and, after a preemption, all emitted tokens but the last.
         prefilled: how many tokens of `text` are in the cache.
         in_flight: rounds that are enqueued and not yet read.
-        last_round: number of the last round that was planned for it, as the planner numbers rounds.
+        last_round: number of the last round in which it took part and others did not, as the planner numbers rounds.
         deferred: newest processed tokens whose features wait to become context of the drafter.
         has_controls: whether the device knows its penalties, biases and stops.
         released: whether it has given its slot and units back; results that are still in flight are dropped.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from dflash_jax.engine.device.shapes import Shapes, StepShape
 from dflash_jax.engine.device.slots import DEFERRED, SamplingMode
 from dflash_jax.engine.host.adaptive import BlockLengths
+from dflash_jax.engine.host.in_flight import InFlight
 from dflash_jax.engine.host.inputs import mode_of_all, uses_controls
 from dflash_jax.engine.host.scheduler import Running
 from dflash_jax.engine.programs.runner import ModelRunner
@@ -70,6 +73,24 @@ class Offer(NamedTuple):
     ready: list[int]
 
 
+class Needs(NamedTuple):
+    """What some sequences need of the programs of their rounds.
+
+    Attributes:
+        running: the sequences.
+        mode: sampling mode that the most demanding one needs.
+        pages: width of a page table that holds the longest of them, whatever it grows to.
+        may_change: whether the mode may be another in the next round.
+        speculates: whether any of them wants drafts.
+    """
+
+    running: list[Running]
+    mode: SamplingMode
+    pages: int
+    may_change: bool
+    speculates: bool
+
+
 class Planner:
     """Picks among the compiled programs, and has better ones compiled meanwhile.
 
@@ -85,6 +106,7 @@ class Planner:
         self.lengths = lengths
         self._by_length: dict[tuple, dict[int, list[StepShape]]] = {}
         self._num_rounds = 0
+        self._needs = Needs([], "greedy", 0, may_change=True, speculates=False)
 
     def prefill(self, pending: list[Running]) -> PlannedChunk | None:
         """The next prefill of prompts that wait, oldest first; None if no compiled programs can do one."""
@@ -136,10 +158,10 @@ class Planner:
             self._runner.request(self.best_round(running).programs, is_urgent=False)
             return None
         self._num_rounds += 1
-        for member in offer.running:
-            member.last_round = self._num_rounds
         planned = self._chosen(offer)
         if len(planned.running) < len(running):
+            for member in planned.running:
+                member.last_round = self._num_rounds
             self._runner.request(self.best_round(running).programs, is_urgent=True)
         elif planned.rows > self._shapes.batch(len(running)):
             self._runner.request(self.best_round(running).programs, is_urgent=False)
@@ -171,19 +193,29 @@ class Planner:
 
     def _offer(self, running: list[Running]) -> Offer | None:
         """A round of all these sequences, with the fewest rows for which programs are compiled."""
-        mode = mode_of_all([r.sequence for r in running])
+        needs = self._needs_of(running)
+        mode = needs.mode
         for rows in self._shapes.batches:
             if rows >= len(running):
-                programs = self._programs_by_length(running, rows, mode)
+                programs = self._programs_by_length(needs, rows)
                 ready = [length for length in programs if self._runner.is_ready(programs[length])]
                 if ready:
                     return Offer(running, rows, mode, programs, ready)
         return None
 
-    def _programs_by_length(self, running: list[Running], rows: int, mode: SamplingMode) -> dict[int, list[StepShape]]:
+    def _needs_of(self, running: list[Running]) -> Needs:
+        """What these sequences need; kept while they run, since asking 32 of them anew costs each round 6 us."""
+        if self._needs.may_change or running != self._needs.running:
+            sequences = [r.sequence for r in running]
+            may_change = any(s.params.min_tokens > 0 for s in sequences)
+            pages = self._shapes.table(self._pages_of(running))
+            self._needs = Needs(running, mode_of_all(sequences), pages, may_change, speculates(running))
+        return self._needs
+
+    def _programs_by_length(self, needs: Needs, rows: int) -> dict[int, list[StepShape]]:
         """Programs by the length to verify; kept, since making the list anew would cost the host time in each round."""
-        lengths, deferred = self._lengths_for(running, rows), most_deferred(running)
-        pages = self._shapes.table(self._pages_of(running))
+        mode, pages, deferred = needs.mode, needs.pages, most_deferred(needs.running)
+        lengths = self._lengths_at(rows, needs.speculates)
         key = rows, lengths, pages, mode, deferred
         if key not in self._by_length:
             self._by_length[key] = {
@@ -203,6 +235,19 @@ class Planner:
                 self._runner.request(programs[wanted], is_urgent=False)
         return PlannedRound(running, rows, length, mode, programs[length])
 
+    def learn(self, step: InFlight, count: Any, seconds: float | None) -> None:
+        """Tell `BlockLengths`, if there is one, what a round emitted and took.
+
+        Args:
+            step: the round; a prefill teaches nothing.
+            count: tokens that each row emitted, int32 [B] on the host.
+            seconds: that the round took; None where that is not known.
+        """
+        if self.lengths is not None and step.length:
+            rows = [row for row, r in enumerate(step.running) if r and not r.released]
+            slots, counts = [r.slot for r in step.running if r and not r.released], np.maximum(count[rows], 1).tolist()
+            self.lengths.observe(step.batch, step.length, slots, counts, seconds)
+
     def programs(self, running: list[Running], rows: int, length: int, mode: SamplingMode) -> list[StepShape]:
         """Programs of a round of these sequences."""
         is_late = catches_up(most_deferred(running), length)
@@ -210,7 +255,10 @@ class Planner:
 
     def _lengths_for(self, running: list[Running], rows: int) -> tuple[int, ...]:
         """How many tokens a round may verify, ascending; outputs do not depend on the choice."""
-        if not any(r.sequence.params.speculation for r in running):
+        return self._lengths_at(rows, speculates(running))
+
+    def _lengths_at(self, rows: int, wants_drafts: bool) -> tuple[int, ...]:
+        if not wants_drafts:
             return (1,)
         return self._shapes.lengths_at(rows) if self.lengths else (self._layout.block,)
 
@@ -236,6 +284,11 @@ def ends_within(running: Running, width: int) -> bool:
 def lacks_controls(running: Running) -> bool:
     """Whether it uses penalties, biases or stops that the device has not been told."""
     return not running.has_controls and uses_controls(running.sequence)
+
+
+def speculates(running: list[Running]) -> bool:
+    """Whether any of these sequences wants drafts."""
+    return any(r.sequence.params.speculation for r in running)
 
 
 def most_deferred(running: list[Running]) -> int:
