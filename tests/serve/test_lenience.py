@@ -12,6 +12,7 @@ from tests.serve.live import NAME
 
 HI = [{"role": "user", "content": "You may reproduce and distribute copies of the"}]
 LICENCE = "You may reproduce and distribute copies of the"
+COMPRESSED = gzip.compress(b'{"prompt": "a"}', mtime=0)  # part of names of tests, so without a time
 
 
 def test_numbers_as_text_and_with_a_fraction_of_zero(live):
@@ -113,8 +114,8 @@ def test_a_wrong_base_url_is_told_which_path_to_use(live, path, words):
 @pytest.mark.parametrize(
     ("body", "header", "status", "words"),
     [
-        (gzip.compress(b'{"prompt": "a"}', mtime=0), "content-encoding: gzip", 415, "compressed (content-encoding: gzip)"),
-        (gzip.compress(b'{"prompt": "a"}', mtime=0), "x: y", 400, "not text in UTF-8"),
+        (COMPRESSED, "content-encoding: gzip", 415, "compressed (content-encoding: gzip)"),
+        (COMPRESSED, "x: y", 400, "not text in UTF-8"),
         (b'{"prompt": "\xff"}', "content-encoding: identity", 400, "not text in UTF-8"),
         (b'{"prompt": "a"}', "content-type: text/plain", 415, "'Content-Type: application/json'"),
     ],
