@@ -136,7 +136,7 @@ def down_product(
 
     scratch = products.ring(plan, dtype) | {"out_s": tiled((tile.consumers, ROWS, tile.columns), dtype, row=D)}
     output = _compat.out_like((len(hidden), D), dtype, hidden)
-    operands = hidden, weight, grouped.expert, grouped.used
+    operands = hidden, weight, grouped.expert, grouped.rows, grouped.used
     (parts,) = products.launch(experts_down_kernel, plan, [output], scratch, copies=1)(*operands)
     (parts, *_) = _compat.vary_alike(parts, *operands)
     return parts
@@ -168,7 +168,9 @@ def _gate_up(x: Any, weight: Any, expert_of: Any, count: Any, hidden: Any, *, pl
     products.multiply(plan, fetch, finish, s, count[0] * plan.tile.rows)
 
 
-def _down(hidden: Any, weight: Any, expert_of: Any, count: Any, parts: Any, *, plan: Plan, **s: Any) -> None:
+def _down(
+    hidden: Any, weight: Any, expert_of: Any, rows_of: Any, count: Any, parts: Any, *, plan: Plan, **s: Any
+) -> None:
     """The body of one CTA; ``s`` is its scratch."""
     columns = plan.tile.columns
 
@@ -186,7 +188,7 @@ def _down(hidden: Any, weight: Any, expert_of: Any, count: Any, parts: Any, *, p
         del i
         _write(values.astype(parts.dtype), parts, (block, piece, me), s)
 
-    products.multiply(plan, fetch, finish, s, count[0] * plan.tile.rows)
+    products.multiply(plan, fetch, finish, s, count[0] * plan.tile.rows, lambda block: rows_of[block])
 
 
 def _expert(expert_of: Any, block: Any, weight: Any) -> Any:

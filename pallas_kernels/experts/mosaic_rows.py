@@ -1,7 +1,6 @@
 """What the Mosaic kernels need to know of the routing, by small kernels on Pallas' Triton backend.
 
-TMA copies no scattered rows, so they are copied by expert first; CTAs that go from block to block by themselves need
-blocks without gaps.
+TMA copies no scattered rows, so they are copied by expert first, into blocks of rows without gaps between the blocks.
 """
 
 from __future__ import annotations
@@ -18,99 +17,140 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
 from pallas_kernels.experts.sort import MOST_ROWS, block_count
-from pallas_kernels.experts.triton_sort import sort
 
-_COLUMNS = 64  # that a program copies at a time
-_PART = 256  # that it copies in all
+_CHUNK = 64  # pairs that a program compares with each other
+_TOKENS = 8  # whose rows a program copies
+_PART = 512  # columns of them
+_HIGHEST = jnp.iinfo(jnp.int32).max  # a row that does not exist
 
 
 class Grouped(NamedTuple):
     """Rows by expert.
 
     Attributes:
-        x: rows of the blocks, one after the other.
-        expert: of each block; one out of range is of a skipped pair, so that any expert will do.
+        x: rows of the blocks, one after the other; what lies behind a block's pairs means nothing.
+        expert: of each block; one out of range is of a block without pairs, so that any expert will do.
+        rows: of each block that are of a pair.
         used: number of blocks, [1]; what lies behind them means nothing.
         place: row of each pair [T, k] among those of all blocks; anything for a skipped pair.
     """
 
     x: Float[Array, "R D"]
     expert: Int[Array, " C"]
+    rows: Int[Array, " C"]
     used: Int[Array, "1"]
     place: Int[Array, "T k"]
 
 
 def group(x: Float[Array, "T D"], chosen: Int[Array, "T k"], experts: int, *, interpret: bool = False) -> Grouped:
-    """Copy rows by expert, 128 a block."""
-    (tokens, k), pairs, width = chosen.shape, chosen.size, x.shape[1]
-    rows, blocks = MOST_ROWS, block_count(chosen.size, experts, MOST_ROWS)
-    blocks_of = sort(chosen, experts, rows, interpret=interpret)
-    expert, first, end, used = _compat.triton_call(
-        functools.partial(_close_gaps, size=pl.next_power_of_2(blocks)),
-        grid=(1,),
-        out_shape=[_compat.out_like((length,), jnp.int32, chosen) for length in (blocks, blocks, blocks, 1)],
-        num_warps=8,
+    """Copy rows by expert, 128 a block; an expert's pairs stay in order.
+
+    A program that searched all pairs for one expert's took 41 us for 65,536 pairs of 256 experts. Chunks of pairs are
+    counted side by side instead, and a pair's row follows from the counts of the chunks before.
+    """
+    ids = chosen.reshape(-1)
+    rank, before, total = _counted(ids, experts, interpret=interpret)
+    blocks_of = pl.cdiv(total, MOST_ROWS)
+    every = jnp.arange(experts, dtype=jnp.int32)
+    end = jnp.sum(jnp.where(every[:, None] <= every[None, :], blocks_of[:, None], 0), axis=0, dtype=jnp.int32)
+    block = jnp.arange(block_count(len(ids), experts, MOST_ROWS), dtype=jnp.int32)
+    expert = jnp.sum(end[None, :] <= block[:, None], axis=1, dtype=jnp.int32)
+    known = jnp.minimum(expert, experts - 1)
+    rows = jnp.minimum(total[known] - (block - (end - blocks_of)[known]) * MOST_ROWS, MOST_ROWS)
+    exists = (ids >= 0) & (ids < experts)
+    of = jnp.where(exists, ids, 0)
+    row = (end - blocks_of)[of] * MOST_ROWS + before[of, jnp.arange(len(ids)) // _CHUNK] + rank
+    place = jnp.where(exists, row, _HIGHEST).reshape(chosen.shape)
+    return Grouped(_copied(x, place, len(block) * MOST_ROWS, interpret=interpret), expert, rows, end[-1:], place)
+
+
+def _counted(ids: Int[Array, " P"], experts: int, *, interpret: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Count the pairs of each expert.
+
+    Returns:
+        Of each pair, how many of its expert come before it in its chunk, [P]; of each expert and chunk, how many come
+        in the chunks before, [X, chunks]; and of each expert, how many there are, [X].
+    """
+    none = jnp.zeros((experts, pl.cdiv(len(ids), _CHUNK)), jnp.int32)
+    rank, counts = _compat.triton_call(
+        _count,
+        grid=(none.shape[1],),
+        out_shape=[_compat.out_like(shape, jnp.int32, ids) for shape in ((len(ids),), none.shape)],
+        num_warps=2,
         num_stages=1,
         interpret=interpret,
-        name="experts_close_gaps",
-    )(*blocks_of[1:])
-    copied, place = _compat.triton_call(
-        functools.partial(_copy_rows, k=k, rows=rows),
-        grid=(blocks * pl.cdiv(width, _PART),),
-        out_shape=[
-            _compat.out_like((blocks * rows, width), x.dtype, x),
-            _compat.out_like((pairs,), jnp.int32, x),
-        ],
+        name="experts_count",
+        aliases={1: 1},
+    )(ids, none)
+    before, total = _compat.triton_call(
+        _add_up,
+        grid=(experts,),
+        out_shape=[_compat.out_like(shape, jnp.int32, ids) for shape in (counts.shape, (experts,))],
         num_warps=4,
-        num_stages=2,
+        num_stages=1,
+        interpret=interpret,
+        name="experts_add_up",
+    )(counts)
+    return rank, before, total
+
+
+def _count(ids: Any, none: Any, rank: Any, counts: Any) -> None:
+    """One program: the pairs of a chunk, each of which looks for those of its expert; the last writes their number."""
+    del none
+    chunk, (experts, _) = pl.program_id(0), counts.shape
+    lane = jnp.arange(_CHUNK, dtype=jnp.int32)
+    pair = chunk * _CHUNK + lane
+    mine = pltriton.load(ids.at[pair], mask=pair < ids.shape[0], other=-1)
+    is_same = mine[None, :] == mine[:, None]
+    before, behind = (
+        jnp.sum((is_same & is_there).astype(jnp.int32), axis=1)
+        for is_there in (lane[None, :] < lane[:, None], lane[None, :] > lane[:, None])
+    )
+    pltriton.store(rank.at[pair], before, mask=pair < ids.shape[0])
+    is_last = (behind == 0) & (mine >= 0) & (mine < experts)
+    target = jnp.where(is_last, mine, experts)  # the interpreter drops what is out of range
+    pltriton.store(counts.at[target, jnp.full_like(lane, chunk)], before + 1, mask=is_last)
+
+
+def _add_up(counts: Any, before: Any, total: Any) -> None:
+    """One program: the chunks of an expert."""
+    expert, chunks = pl.program_id(0), counts.shape[1]
+    chunk = jnp.arange(pl.next_power_of_2(chunks), dtype=jnp.int32)
+    at = jnp.full_like(chunk, expert), chunk
+    counted = pltriton.load(counts.at[at], mask=chunk < chunks, other=0)
+    pltriton.store(before.at[at], jnp.cumsum(counted) - counted, mask=chunk < chunks)
+    total[expert] = jnp.sum(counted)
+
+
+def _copied(x: Float[Array, "T D"], place: Int[Array, "T k"], rows: int, *, interpret: bool) -> Float[Array, "R D"]:
+    """Copy each token's row to the places of its pairs: it is read once, and no row of padding is written."""
+    tokens, width = x.shape
+    return _compat.triton_call(
+        functools.partial(_copy, k=place.shape[1]),
+        grid=(pl.cdiv(tokens, _TOKENS) * pl.cdiv(width, _PART),),
+        out_shape=_compat.out_like((rows, width), x.dtype, x),
+        num_warps=4,
+        num_stages=1,
         interpret=interpret,
         name="experts_copy_rows",
-    )(x, blocks_of.pairs, first, end, used)
-    return Grouped(copied, expert, used, place.reshape(tokens, k))
+    )(x, place.reshape(-1))
 
 
-def _close_gaps(
-    expert_in: Any, first_in: Any, end_in: Any, expert: Any, first: Any, end: Any, count: Any, *, size: int
-) -> None:
-    """The one program: move blocks to the front, in order."""
-    block = jnp.arange(size, dtype=jnp.int32)
-    exists = block < expert.shape[0]
-    ids = pltriton.load(expert_in.at[block], mask=exists, other=-1)
-    is_used = (ids >= 0).astype(jnp.int32)
-    target = jnp.where(is_used > 0, jnp.cumsum(is_used) - 1, expert.shape[0])
-    pltriton.store(expert.at[target], ids, mask=is_used > 0)
-    for source, out in ((first_in, first), (end_in, end)):
-        pltriton.store(out.at[target], pltriton.load(source.at[block], mask=exists, other=0), mask=is_used > 0)
-    count[0] = jnp.sum(is_used)
-
-
-def _copy_rows(
-    x: Any, pairs: Any, first: Any, end: Any, count: Any, out: Any, place: Any, *, k: int, rows: int
-) -> None:
-    """One program: some columns of the rows of a block."""
-    width = x.shape[1]
+def _copy(x: Any, place: Any, out: Any, *, k: int) -> None:
+    """One program: some columns of a few tokens."""
+    (tokens, width), program = x.shape, pl.program_id(0)
     parts = pl.cdiv(width, _PART)
-    program = pl.program_id(0)
-    block, part = lax.div(program, jnp.int32(parts)), lax.rem(program, jnp.int32(parts))
+    token = lax.div(program, jnp.int32(parts)) * _TOKENS + jnp.arange(_TOKENS, dtype=jnp.int32)
+    column = lax.rem(program, jnp.int32(parts)) * _PART + jnp.arange(_PART, dtype=jnp.int32)
+    is_inside = (token < tokens)[:, None] & (column < width)[None, :]
+    values = pltriton.load(x.at[token[:, None], column[None, :]], mask=is_inside, other=0.0)
 
-    @pl.when(block < count[0])
-    def _() -> None:
-        at = first[block] + jnp.arange(rows, dtype=jnp.int32)
-        exists = at < end[block]
-        pair = pltriton.load(pairs.at[at], mask=exists, other=pairs.shape[0])
-        row = block * rows + jnp.arange(rows, dtype=jnp.int32)
+    def copy(j: Any, nothing: None) -> None:
+        row = pltriton.load(place.at[token * k + j], mask=token < tokens, other=_HIGHEST)
+        exists = (row < out.shape[0])[:, None]
+        pltriton.store(out.at[row[:, None], column[None, :]], values, mask=is_inside & exists)
 
-        @pl.when(part == 0)
-        def _() -> None:
-            pltriton.store(place.at[pair], row, mask=exists)
-
-        def copy(i: Any, nothing: None) -> None:
-            column = part * _PART + i * _COLUMNS + jnp.arange(_COLUMNS, dtype=jnp.int32)
-            mask = exists[:, None] & (column < width)[None, :]
-            values = pltriton.load(x.at[(pair // k)[:, None], column[None, :]], mask=mask, other=0.0)
-            pltriton.store(out.at[row[:, None], column[None, :]], values, mask=mask)
-
-        lax.fori_loop(0, _PART // _COLUMNS, copy, None)
+    lax.fori_loop(0, k, copy, None)
 
 
 def summed(

@@ -216,6 +216,7 @@ def multiply(
     finish: Callable[..., None],
     s: dict[str, Any],
     length: Any = None,
+    rows_of: Callable[[Any], Any] | None = None,
 ) -> None:
     """The body of one CTA.
 
@@ -228,6 +229,8 @@ def multiply(
         block, the piece and the number of the consumer.
       s: the kernel's scratch.
       length: only the first ``length`` rows are needed; None is all.
+      rows_of: takes a block, and returns how many of its first rows are needed; None is all. A consumer whose rows are
+        not needed leaves the tensor cores to the other one.
     """
     cta, me, consumers = lax.axis_index("cta"), lax.axis_index("warpgroup"), plan.tile.consumers
     blocks = plan.blocks if length is None else lax.div(length + plan.tile.rows - 1, plan.tile.rows)
@@ -248,8 +251,18 @@ def multiply(
         plgpu.set_max_registers(232, action="increase")
 
         def consume(i: Any, nothing: None) -> None:
-            products = _consume(i * plan.steps, me, plan, s)
-            finish(products, i, *plan.place(cta + i * plan.clusters, blocks), me)
+            block, piece = plan.place(cta + i * plan.clusters, blocks)
+            if rows_of is None:
+                return finish(_consume(i * plan.steps, me, plan, s), i, block, piece, me)
+            is_needed = me * (plan.tile.rows // consumers) < rows_of(block)
+
+            @pl.when(is_needed)
+            def _() -> None:
+                finish(_consume(i * plan.steps, me, plan, s), i, block, piece, me)
+
+            @pl.when(jnp.logical_not(is_needed))
+            def _() -> None:
+                _skip(i * plan.steps, plan, s)
 
         lax.fori_loop(0, count, consume, None)
         plgpu.wait_smem_to_gmem(0)
@@ -268,6 +281,17 @@ def _produce(first: Any, plan: Plan, copy: Copy, s: dict[str, Any]) -> None:
             plgpu.barrier_wait(s["empty"].at[slot])
 
         copy(inputs, s["x_s"].at[slot], s["weight_s"].at[slot], s["full"].at[slot])
+
+    lax.fori_loop(0, plan.steps, step, None)
+
+
+def _skip(first: Any, plan: Plan, s: dict[str, Any]) -> None:
+    """Give back the slots of a tile's steps unread."""
+
+    def step(k: Any, nothing: None) -> None:
+        slot = lax.rem(first + k, plan.tile.stages)
+        plgpu.barrier_wait(s["full"].at[slot])
+        plgpu.barrier_arrive(s["empty"].at[slot])
 
     lax.fori_loop(0, plan.steps, step, None)
 

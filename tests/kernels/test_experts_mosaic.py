@@ -37,6 +37,7 @@ def test_grouping():
     grouped = jax.jit(functools.partial(mosaic_rows.group, experts=3, interpret=not ON_GPU))(x, chosen)
     touched = {int(e) for e in np.unique(chosen) if 0 <= e < 3}
     assert {int(e) for e in grouped.expert[: int(grouped.used[0])] if 0 <= e < 3} == touched
+    assert int(grouped.rows[: int(grouped.used[0])].sum()) == np.isin(chosen, range(3)).sum()
     out = mosaic_rows.summed(by_rows(grouped, gate_up, down), grouped.place, chosen, weights, 3)
     assert error(out, expected(x, gate_up, down, chosen, weights)) < 2e-3
 
