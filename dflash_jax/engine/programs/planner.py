@@ -182,13 +182,13 @@ class Planner:
 
     def _least_round(self, running: list[Running]) -> PlannedRound:
         """A round of the oldest sequence, with the fewest programs that a round can take."""
-        mode, length = mode_of_all([running[0].sequence]), self._lengths_for(running[:1], 1)[0]
+        mode, length = mode_of_all([running[0].sequence]), self._lengths_at(1, wants_drafts=speculates(running[:1]))[0]
         return PlannedRound(running[:1], 1, length, mode, self.programs(running[:1], 1, length, mode))
 
     def best_round(self, running: list[Running]) -> PlannedRound:
         """The longest round of all these sequences that might be chosen if every program were compiled."""
         rows, mode = self._shapes.batch(len(running)), mode_of_all([r.sequence for r in running])
-        length = self._lengths_for(running, rows)[-1]
+        length = self._lengths_at(rows, wants_drafts=speculates(running))[-1]
         return PlannedRound(running, rows, length, mode, self.programs(running, rows, length, mode))
 
     def _offer(self, running: list[Running]) -> Offer | None:
@@ -215,7 +215,7 @@ class Planner:
     def _programs_by_length(self, needs: Needs, rows: int) -> dict[int, list[StepShape]]:
         """Programs by the length to verify; kept, since making the list anew would cost the host time in each round."""
         mode, pages, deferred = needs.mode, needs.pages, most_deferred(needs.running)
-        lengths = self._lengths_at(rows, needs.speculates)
+        lengths = self._lengths_at(rows, wants_drafts=needs.speculates)
         key = rows, lengths, pages, mode, deferred
         if key not in self._by_length:
             self._by_length[key] = {
@@ -244,20 +244,17 @@ class Planner:
             seconds: that the round took; None where that is not known.
         """
         if self.lengths is not None and step.length:
-            rows = [row for row, r in enumerate(step.running) if r and not r.released]
-            slots, counts = [r.slot for r in step.running if r and not r.released], np.maximum(count[rows], 1).tolist()
-            self.lengths.observe(step.batch, step.length, slots, counts, seconds)
+            still_running = [(row, r.slot) for row, r in enumerate(step.running) if r and not r.released]
+            rows, slots = [row for row, _ in still_running], [slot for _, slot in still_running]
+            self.lengths.observe(step.batch, step.length, slots, np.maximum(count[rows], 1).tolist(), seconds)
 
     def programs(self, running: list[Running], rows: int, length: int, mode: SamplingMode) -> list[StepShape]:
         """Programs of a round of these sequences."""
         is_late = catches_up(most_deferred(running), length)
         return self._shapes.of_round(rows, length, self._pages_of(running), mode, catches_up=is_late)
 
-    def _lengths_for(self, running: list[Running], rows: int) -> tuple[int, ...]:
-        """How many tokens a round may verify, ascending; outputs do not depend on the choice."""
-        return self._lengths_at(rows, speculates(running))
-
-    def _lengths_at(self, rows: int, wants_drafts: bool) -> tuple[int, ...]:
+    def _lengths_at(self, rows: int, *, wants_drafts: bool) -> tuple[int, ...]:
+        """How many tokens a round of so many rows may verify, ascending; outputs do not depend on the choice."""
         if not wants_drafts:
             return (1,)
         return self._shapes.lengths_at(rows) if self.lengths else (self._layout.block,)
