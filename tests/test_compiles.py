@@ -7,6 +7,7 @@ import pytest
 
 from dflash_jax import LLM, SamplingParams, StructuredOutputsParams
 from dflash_jax.engine.device.shapes import Shapes, ladder
+from dflash_jax.options.engine_config import ROOMY
 from dflash_jax.parallel.platform import compiler_options
 from tests.pairs import BYTE_VOCABULARY, DRAFT, EOS, MASK, TARGET, prompt, write_byte_tokenizer, write_model
 
@@ -97,6 +98,21 @@ def test_shapes_hold_what_comes(on_cpu, adaptive, has_experts, max_num_batched_t
             assert (rows, width) in known
             assert rows == 1 or rows * width <= max_num_batched_tokens
             assert width == shapes.chunks[0] or width < 2 * longest
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (60, {"max_model_len": 2048, "table_width": 33, "on_cpu": True}),
+        (140, {"max_model_len": 2048, "table_width": 33, "on_cpu": False}),
+        (140, {"max_model_len": 40_960, "table_width": 641, "on_cpu": False}),
+    ],
+    ids=["embedded-cpu", "embedded-gpu", "qwen3-8b-gpu"],
+)
+def test_programs_are_few(most, sizes):
+    """Default options need few: on a CPU each takes 280 memory maps, and everywhere seconds of a first start."""
+    shapes = Shapes.of(**ROOMY, page_size=64, block=16, adaptive=True, **sizes)
+    assert most / 2 < len(set(shapes.programs(None))) <= most
 
 
 def test_ladder():

@@ -12,13 +12,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 
 import pallas_kernels
 from pallas_kernels import Rotary, _compat, paged_attention, write_context, write_kv
 from pallas_kernels.paged_attention import MOST_WIDENED
-from tests.kernels.cases import BF16, E4M3, E5M2, PAGE_DTYPES, cuda_lowering
+from tests.kernels.cases import BF16, E4M3, E5M2, PAGE_DTYPES, cuda_lowering, mesh_of
 
 TARGETS = {"triton": "xla.gpu.triton", "mosaic": "mosaic_gpu"}
 SHAPES = {  # name: T, N, K, H
@@ -83,12 +82,10 @@ def test_write_lowers(dtype, group):
 
 @pytest.mark.parametrize("group", [0, 4])
 def test_sharded_write_knows_what_varies(group):
-    if len(jax.devices()) < 4:
-        pytest.skip("needs 4 devices")
     heads, pages = Spec(None, None, "tp"), Spec(None, "tp")
     sharded = jax.shard_map(
         functools.partial(write_kv, implementation="triton"),
-        mesh=Mesh(jax.devices()[:4], ("tp",)),
+        mesh=mesh_of(4),
         in_specs=(pages, pages, heads, Spec(), Spec()),
         out_specs=(heads, pages, pages),
     )
@@ -97,8 +94,6 @@ def test_sharded_write_knows_what_varies(group):
 
 
 def test_sharded_write_of_a_context_knows_what_varies():
-    if len(jax.devices()) < 4:
-        pytest.skip("needs 4 devices")
     heads, pages = Spec(None, None, "tp"), Spec(None, "tp")
 
     def write(k_pages, v_pages, x, slots, rotary, norm):
@@ -108,7 +103,7 @@ def test_sharded_write_of_a_context_knows_what_varies():
         )
 
     specs = (pages, pages, heads, Spec(), Spec(), Spec())
-    sharded = jax.shard_map(write, mesh=Mesh(jax.devices()[:4], ("tp",)), in_specs=specs, out_specs=(pages, pages))
+    sharded = jax.shard_map(write, mesh=mesh_of(4), in_specs=specs, out_specs=(pages, pages))
     operands = *write_arguments((4, 16), 4, E4M3, norms=False), jax.ShapeDtypeStruct((128,), BF16)
     assert "xla.gpu.triton" in jax.jit(sharded).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -137,12 +132,10 @@ def test_one_place_silences_and_one_knows_versions():
 @pytest.mark.parametrize("implementation", TARGETS)
 def test_sharded_lowering_knows_what_varies(implementation):
     """With check_vma on, as users run it: the output varies over the mesh axis of the heads, and says so."""
-    if len(jax.devices()) < 4:
-        pytest.skip("needs 4 devices")
     shard = functools.partial(
         jax.shard_map,
         functools.partial(paged_attention, implementation=implementation),
-        mesh=Mesh(jax.devices()[:4], ("tp",)),
+        mesh=mesh_of(4),
         in_specs=(Spec(None, None, "tp"), Spec(None, "tp"), Spec(None, "tp"), Spec(), Spec()),
     )
 
