@@ -4,7 +4,8 @@
 further loss of "adaptive" is the cost of choosing lengths and of trials. "fixed" verifies every block, "fixed-8" eight
 tokens of it. Weights are random, made on the device, so no draft is ever right: the worst case. `--acceptance 0.9`
 keeps each draft with this probability after those before it, whatever the target says (7 of 15 on average); requests
-are sampled then, since the tokens are what decides.
+are sampled then, since the tokens are what decides. Some hundred rounds may be lucky by 4 %, so `expected_tokens_per_s`
+counts what rounds of these lengths emit on average, in the seconds that they took.
 
     python scripts/bench_adaptive.py --batches 1 4 16 --context 1024 --json scripts/bench_adaptive_h200.json
     python scripts/bench_adaptive.py --model qwen3.5-35b-a3b --draft-quantization fp8 --batches 1 --acceptance 0.9 \
@@ -84,12 +85,17 @@ def requests(engine: Engine, batch: int, args: argparse.Namespace, *, speculatio
     return random_sequences(batch, args.context, args.tokens, engine.spec.target.vocab_size, **options)
 
 
-def run(engine: Engine, sequences: list[Sequence]) -> dict[str, Any]:
+def expected_tokens(length: int, acceptance: float) -> float:
+    """Tokens that a round of a length emits on average."""
+    return sum(acceptance**accepted for accepted in range(length))
+
+
+def run(engine: Engine, sequences: list[Sequence], acceptance: float | None) -> dict[str, Any]:
     """Decode all tokens of some requests; the second half, in which all decode, is timed."""
     batch, tokens = len(sequences), sequences[0].max_new_tokens
     engine.add(sequences)
     lengths = engine.planner.lengths
-    half = None
+    half, timed_from = None, [0] * batch
     intervals, last, emitted = [], 0.0, 0
     while not engine.is_idle:
         engine.step()
@@ -97,17 +103,23 @@ def run(engine: Engine, sequences: list[Sequence]) -> dict[str, Any]:
         emitted = sum(len(s.output.token_ids) for s in sequences)
         if min(len(s.output.token_ids) for s in sequences) >= tokens // 2 and not any(s.finished for s in sequences):
             if half is None:
-                half = now, emitted
+                half, timed_from = (now, emitted), [len(s.draft_lengths) for s in sequences]
                 if isinstance(lengths, CountedLengths):
                     lengths.chosen.clear()
             elif emitted > before:
                 intervals.append(now - last)
-            end = now, emitted
+            end, timed_to = (now, emitted), [len(s.draft_lengths) for s in sequences]
         last = now
     assert half is not None
+    seconds = end[0] - half[0]
+    spans = zip(sequences, timed_from, timed_to, strict=True)
+    drafts = [number for s, first, last in spans for number in s.draft_lengths[first:last]]
+    expected = None if acceptance is None else sum(expected_tokens(1 + number, acceptance) for number in drafts)
     accepted = [length for s in sequences for length in s.acceptance_lengths]
     return {
-        "tokens_per_s": (end[1] - half[1]) / (end[0] - half[0]),
+        "tokens_per_s": (end[1] - half[1]) / seconds,
+        "expected_tokens_per_s": None if expected is None else expected / seconds,
+        "rounds": len(drafts) // batch,
         "step_ms": 1e3 * statistics.median(intervals),
         "acceptance_length": sum(accepted) / len(accepted),
         "rounds_by_length": dict(sorted(lengths.chosen.items())) if isinstance(lengths, CountedLengths) else {},
@@ -142,7 +154,8 @@ def measure(name: str, models: Seq[Model], args: argparse.Namespace) -> list[dic
             engine.planner.lengths = CountedLengths(engine.shapes.lengths, config.max_num_seqs)
         for batch in args.batches:
             engine.scheduler.flush_cache()
-            figures = run(engine, requests(engine, batch, args, speculation=speculates))
+            sequences = requests(engine, batch, args, speculation=speculates)
+            figures = run(engine, sequences, args.acceptance)
             rows.append(row | {"batch": batch, "repeat": repeat, "compiles": engine.num_compiles} | figures)
             print(rows[-1], flush=True)
     return rows
