@@ -19,6 +19,7 @@ from pallas_kernels import _compat
 from pallas_kernels.experts.sort import MOST_ROWS, block_count
 
 _CHUNK = 64  # pairs that a program compares with each other
+_EXPERTS = 2  # whose chunks a program adds up
 _TOKENS = 8  # whose rows a program copies
 _PART = 512  # columns of them
 _HIGHEST = jnp.iinfo(jnp.int32).max  # a row that does not exist
@@ -49,106 +50,170 @@ def group(x: Float[Array, "T D"], chosen: Int[Array, "T k"], experts: int, *, in
     counted side by side instead, and a pair's row follows from the counts of the chunks before.
     """
     ids = chosen.reshape(-1)
-    rank, before, total = _counted(ids, experts, interpret=interpret)
-    blocks_of = pl.cdiv(total, MOST_ROWS)
-    every = jnp.arange(experts, dtype=jnp.int32)
-    end = jnp.sum(jnp.where(every[:, None] <= every[None, :], blocks_of[:, None], 0), axis=0, dtype=jnp.int32)
-    block = jnp.arange(block_count(len(ids), experts, MOST_ROWS), dtype=jnp.int32)
-    expert = jnp.sum(end[None, :] <= block[:, None], axis=1, dtype=jnp.int32)
-    known = jnp.minimum(expert, experts - 1)
-    rows = jnp.minimum(total[known] - (block - (end - blocks_of)[known]) * MOST_ROWS, MOST_ROWS)
-    exists = (ids >= 0) & (ids < experts)
-    of = jnp.where(exists, ids, 0)
-    row = (end - blocks_of)[of] * MOST_ROWS + before[of, jnp.arange(len(ids)) // _CHUNK] + rank
-    place = jnp.where(exists, row, _HIGHEST).reshape(chosen.shape)
-    return Grouped(_copied(x, place, len(block) * MOST_ROWS, interpret=interpret), expert, rows, end[-1:], place)
+    rank, counts = _counted(ids, experts, interpret=interpret)
+    before, total = _added_up(counts, interpret=interpret)
+    base, expert, rows, used = _cut(total, block_count(len(ids), experts, MOST_ROWS), interpret=interpret)
+    places = rank, before, base
+    copied, place = _copied(x, chosen, places, len(expert) * MOST_ROWS, interpret=interpret)
+    return Grouped(copied, expert, rows, used, place)
 
 
-def _counted(ids: Int[Array, " P"], experts: int, *, interpret: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Count the pairs of each expert.
+def _counted(ids: Int[Array, " P"], experts: int, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """Count the pairs of each chunk.
 
     Returns:
-        Of each pair, how many of its expert come before it in its chunk, [P]; of each expert and chunk, how many come
-        in the chunks before, [X, chunks]; and of each expert, how many there are, [X].
+        Of each pair, how many of its expert come before it in its chunk, [P]; of each chunk and expert, how many there
+        are, [chunks, X].
     """
-    none = jnp.zeros((experts, pl.cdiv(len(ids), _CHUNK)), jnp.int32)
+    shapes = (len(ids),), (pl.cdiv(len(ids), _CHUNK), experts)
     rank, counts = _compat.triton_call(
         _count,
-        grid=(none.shape[1],),
-        out_shape=[_compat.out_like(shape, jnp.int32, ids) for shape in ((len(ids),), none.shape)],
+        grid=shapes[1][:1],
+        out_shape=[_compat.out_like(shape, jnp.int32, ids) for shape in shapes],
         num_warps=2,
         num_stages=1,
         interpret=interpret,
         name="experts_count",
-        aliases={1: 1},
-    )(ids, none)
+    )(ids)
+    return rank, counts
+
+
+def _count(ids: Any, rank: Any, counts: Any) -> None:
+    """One program: the pairs of a chunk, each of which looks for those of its expert before it."""
+    chunk, (_, experts) = pl.program_id(0), counts.shape
+    lane = jnp.arange(_CHUNK, dtype=jnp.int32)
+    pair = chunk * _CHUNK + lane
+    mine = pltriton.load(ids.at[pair], mask=pair < ids.shape[0], other=-1)
+    is_before = (mine[None, :] == mine[:, None]) & (lane[None, :] < lane[:, None])
+    pltriton.store(rank.at[pair], jnp.sum(is_before.astype(jnp.int32), axis=1), mask=pair < ids.shape[0])
+    expert = jnp.arange(pl.next_power_of_2(experts), dtype=jnp.int32)
+    number = jnp.sum((mine[:, None] == expert[None, :]).astype(jnp.int32), axis=0)
+    pltriton.store(counts.at[jnp.full_like(expert, chunk), expert], number, mask=expert < experts)
+
+
+def _added_up(counts: Int[Array, "chunks X"], *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """Of each chunk and expert, how many pairs come in the chunks before, and of each expert, how many there are."""
+    experts = counts.shape[1]
     before, total = _compat.triton_call(
         _add_up,
-        grid=(experts,),
-        out_shape=[_compat.out_like(shape, jnp.int32, ids) for shape in (counts.shape, (experts,))],
+        grid=(pl.cdiv(experts, _EXPERTS),),
+        out_shape=[_compat.out_like(shape, jnp.int32, counts) for shape in (counts.shape, (experts,))],
         num_warps=4,
         num_stages=1,
         interpret=interpret,
         name="experts_add_up",
     )(counts)
-    return rank, before, total
-
-
-def _count(ids: Any, none: Any, rank: Any, counts: Any) -> None:
-    """One program: the pairs of a chunk, each of which looks for those of its expert; the last writes their number."""
-    del none
-    chunk, (experts, _) = pl.program_id(0), counts.shape
-    lane = jnp.arange(_CHUNK, dtype=jnp.int32)
-    pair = chunk * _CHUNK + lane
-    mine = pltriton.load(ids.at[pair], mask=pair < ids.shape[0], other=-1)
-    is_same = mine[None, :] == mine[:, None]
-    before, behind = (
-        jnp.sum((is_same & is_there).astype(jnp.int32), axis=1)
-        for is_there in (lane[None, :] < lane[:, None], lane[None, :] > lane[:, None])
-    )
-    pltriton.store(rank.at[pair], before, mask=pair < ids.shape[0])
-    is_last = (behind == 0) & (mine >= 0) & (mine < experts)
-    target = jnp.where(is_last, mine, experts)  # the interpreter drops what is out of range
-    pltriton.store(counts.at[target, jnp.full_like(lane, chunk)], before + 1, mask=is_last)
+    return before, total
 
 
 def _add_up(counts: Any, before: Any, total: Any) -> None:
-    """One program: the chunks of an expert."""
-    expert, chunks = pl.program_id(0), counts.shape[1]
-    chunk = jnp.arange(pl.next_power_of_2(chunks), dtype=jnp.int32)
-    at = jnp.full_like(chunk, expert), chunk
-    counted = pltriton.load(counts.at[at], mask=chunk < chunks, other=0)
-    pltriton.store(before.at[at], jnp.cumsum(counted) - counted, mask=chunk < chunks)
-    total[expert] = jnp.sum(counted)
+    """One program: all chunks of a few experts."""
+    chunks, experts = counts.shape
+    chunk = jnp.arange(pl.next_power_of_2(chunks), dtype=jnp.int32)[:, None]
+    expert = (pl.program_id(0) * _EXPERTS + jnp.arange(_EXPERTS, dtype=jnp.int32))[None, :]
+    is_inside = (chunk < chunks) & (expert < experts)
+    counted = pltriton.load(counts.at[chunk, expert], mask=is_inside, other=0)
+    pltriton.store(before.at[chunk, expert], jnp.cumsum(counted, axis=0) - counted, mask=is_inside)
+    pltriton.store(total.at[expert.reshape(-1)], jnp.sum(counted, axis=0), mask=expert.reshape(-1) < experts)
 
 
-def _copied(x: Float[Array, "T D"], place: Int[Array, "T k"], rows: int, *, interpret: bool) -> Float[Array, "R D"]:
-    """Copy each token's row to the places of its pairs: it is read once, and no row of padding is written."""
+def _cut(total: Int[Array, " X"], blocks: int, *, interpret: bool) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Cut each expert's pairs into blocks.
+
+    Returns:
+        The row of each expert's first pair, [X]; and expert, rows and used of ``Grouped``.
+    """
+    experts = len(total)
+    base, expert, rows, used = _compat.triton_call(
+        _cut_expert,
+        grid=(experts,),
+        out_shape=[_compat.out_like(shape, jnp.int32, total) for shape in ((experts,), (blocks,), (blocks,), (1,))],
+        num_warps=4,
+        num_stages=1,
+        interpret=interpret,
+        name="experts_cut",
+    )(total)
+    return base, expert, rows, used
+
+
+def _cut_expert(total: Any, base: Any, expert_of: Any, rows_of: Any, used: Any) -> None:
+    """One program: the blocks of an expert; the last expert's program writes those without pairs, too."""
+    expert, [experts] = pl.program_id(0), total.shape
+    other = jnp.arange(pl.next_power_of_2(experts), dtype=jnp.int32)
+    pairs = pltriton.load(total.at[other], mask=other < experts, other=0)
+    blocks = lax.div(pairs + (MOST_ROWS - 1), jnp.int32(MOST_ROWS))
+    begin, end = (jnp.sum(jnp.where(is_before, blocks, 0)) for is_before in (other < expert, other <= expert))
+    mine = jnp.sum(jnp.where(other == expert, pairs, 0))
+    base[expert] = begin * MOST_ROWS
+
+    def write(block: Any, nothing: None) -> None:
+        rows = mine - (block - begin) * MOST_ROWS
+        expert_of[block] = jnp.where(rows > 0, expert, jnp.int32(experts))
+        rows_of[block] = jnp.clip(rows, 0, MOST_ROWS)
+
+    is_last = expert == experts - 1
+    lax.fori_loop(begin, jnp.where(is_last, jnp.int32(expert_of.shape[0]), end), write, None)
+    pltriton.store(used.at[jnp.zeros((1,), jnp.int32)], jnp.full((1,), end), mask=jnp.full((1,), is_last))
+
+
+def _copied(
+    x: Float[Array, "T D"],
+    chosen: Int[Array, "T k"],
+    places: tuple[Int[Array, " P"], Int[Array, "chunks X"], Int[Array, " X"]],
+    rows: int,
+    *,
+    interpret: bool,
+) -> tuple[Float[Array, "R D"], Int[Array, "T k"]]:
+    """Copy each token's row to the places of its pairs: it is read once, and no row of padding is written.
+
+    Args:
+        x: rows of tokens.
+        chosen: their experts.
+        places: three arrays whose sum is a pair's row: of its own, of its chunk and expert, and of its expert.
+        rows: of all blocks.
+        interpret: run in Pallas' interpreter.
+
+    Returns:
+        The rows of all blocks, and the row of each pair.
+    """
     tokens, width = x.shape
-    return _compat.triton_call(
-        functools.partial(_copy, k=place.shape[1]),
+    copied, place = _compat.triton_call(
+        functools.partial(_copy, k=chosen.shape[1]),
         grid=(pl.cdiv(tokens, _TOKENS) * pl.cdiv(width, _PART),),
-        out_shape=_compat.out_like((rows, width), x.dtype, x),
+        out_shape=[_compat.out_like((rows, width), x.dtype, x), _compat.out_like((chosen.size,), jnp.int32, chosen)],
         num_warps=4,
         num_stages=1,
         interpret=interpret,
         name="experts_copy_rows",
-    )(x, place.reshape(-1))
+    )(x, chosen.reshape(-1), *places)
+    return copied, place.reshape(chosen.shape)
 
 
-def _copy(x: Any, place: Any, out: Any, *, k: int) -> None:
-    """One program: some columns of a few tokens."""
-    (tokens, width), program = x.shape, pl.program_id(0)
+def _copy(x: Any, ids: Any, rank: Any, before: Any, base: Any, out: Any, place: Any, *, k: int) -> None:
+    """One program: some columns of a few tokens; that of the first columns writes the rows of their pairs, too."""
+    (tokens, width), [experts], program = x.shape, base.shape, pl.program_id(0)
     parts = pl.cdiv(width, _PART)
+    part = lax.rem(program, jnp.int32(parts))
     token = lax.div(program, jnp.int32(parts)) * _TOKENS + jnp.arange(_TOKENS, dtype=jnp.int32)
-    column = lax.rem(program, jnp.int32(parts)) * _PART + jnp.arange(_PART, dtype=jnp.int32)
+    column = part * _PART + jnp.arange(_PART, dtype=jnp.int32)
     is_inside = (token < tokens)[:, None] & (column < width)[None, :]
     values = pltriton.load(x.at[token[:, None], column[None, :]], mask=is_inside, other=0.0)
 
+    lane = jnp.arange(pl.next_power_of_2(k), dtype=jnp.int32)
+    pair = token[:, None] * k + lane[None, :]
+    is_pair = (token < tokens)[:, None] & (lane < k)[None, :]
+    expert = pltriton.load(ids.at[pair], mask=is_pair, other=-1)
+    exists = (expert >= 0) & (expert < experts)
+    expert = jnp.where(exists, expert, 0)
+    terms = rank.at[pair], before.at[lax.div(pair, jnp.int32(_CHUNK)), expert], base.at[expert]
+    row = sum(pltriton.load(term, mask=exists, other=0) for term in terms)
+    row = jnp.where(exists, row, jnp.int32(_HIGHEST))
+    pltriton.store(place.at[pair], row, mask=is_pair & (part == 0))
+
     def copy(j: Any, nothing: None) -> None:
-        row = pltriton.load(place.at[token * k + j], mask=token < tokens, other=_HIGHEST)
-        exists = (row < out.shape[0])[:, None]
-        pltriton.store(out.at[row[:, None], column[None, :]], values, mask=is_inside & exists)
+        target = jnp.sum(jnp.where(lane[None, :] == j, row, 0), axis=1)  # of all pairs at once: loads wait once
+        is_row = (target < out.shape[0])[:, None]
+        pltriton.store(out.at[target[:, None], column[None, :]], values, mask=is_inside & is_row)
 
     lax.fori_loop(0, k, copy, None)
 
