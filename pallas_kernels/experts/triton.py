@@ -121,6 +121,8 @@ def experts(
 def plan(chosen: Int[Array, "T k"], experts: int, config: Config, *, interpret: bool) -> Work:
     """The work of a call."""
     tokens, k = chosen.shape
+    if tokens == 1:
+        return Work((chosen,), functools.partial(_rows_of_one, experts=experts), k)
     if tokens <= MAX_STREAM_TOKENS:
         return Work((chosen,), functools.partial(_rows_of_tokens, experts=experts), tokens * k)
     blocks = sort(chosen, experts, config.tokens, interpret=interpret)
@@ -218,7 +220,10 @@ def _gate_up(
     program = pl.program_id(0) - first
 
     def store(out: Any, rows: Rows, inputs: Any, weight: Any, unit: Any, gate: Any, up: Any) -> None:
-        sums = _products(x, inputs, rows.exists, weight, [gate, up], tile.depth, is_plain)
+        outputs = [gate, up] if tile.rows >= LEAST else [jnp.stack([gate, up], axis=-1).T.reshape(-1)]
+        sums = _products(x, inputs, rows.exists, weight, outputs, tile.depth, is_plain)
+        if len(sums) == 1:
+            sums = _halves(sums[0])
         opened, up = (product.astype(out.dtype).astype(jnp.float32) for product in sums)
         _store(opened / (1 + jnp.exp(-opened)) * up, out, rows.pair, rows.exists, unit)
 
@@ -253,8 +258,8 @@ def _down(
     program = pl.program_id(0) - first
 
     def store(rows: Rows, hidden: Any, weight: Any, row: Any, column: Any, weights: Any) -> None:
+        scale = pltriton.load(weights.at[rows.pair], mask=rows.exists, other=0.0)  # before a product that would wait
         [sums] = _products(hidden, rows.pair, rows.exists, weight, [row], tile.depth, is_plain)
-        scale = pltriton.load(weights.at[rows.pair], mask=rows.exists, other=0.0)
         _store(sums * scale[None, :], parts, rows.target, rows.exists, column)
 
     def routed() -> None:
@@ -282,6 +287,14 @@ def _down(
         matrix, opened = shared
         rows = _all_tokens(opened.shape[0], weights.shape[0])
         store(rows, hidden[1], matrix, column, column, opened)
+
+
+def _halves(values: jax.Array) -> list[jax.Array]:
+    """The first and the last rows of an array [row, token]; Triton has no slices."""
+    rows, tokens = values.shape
+    halves = values.reshape(2, rows // 2, tokens)
+    half = lax.broadcasted_iota(jnp.int32, halves.shape, 0)
+    return [jnp.sum(jnp.where(half == i, halves, 0.0), axis=0) for i in range(2)]
 
 
 def _place(program: Any, parts: int) -> tuple[Any, Any]:
@@ -317,6 +330,16 @@ def _rows_of_tokens(operands: Any, block: Any, *, experts: int) -> Rows:
     is_done_before = jnp.sum((exists & (token < mine)).astype(jnp.int32)) > 0
     unused = jnp.where((expert >= 0) & (expert < experts), -1, lax.rem(block, jnp.int32(k)) * tokens + mine)
     return Rows(jnp.where(is_done_before, -1, expert), pair, exists, target, unused)
+
+
+def _rows_of_one(operands: Any, block: Any, *, experts: int) -> Rows:
+    """The row of one token, as `_rows_of_tokens`: its experts differ, so no other pair is looked at."""
+    [chosen] = operands
+    expert = chosen[0, block]
+    token = jnp.arange(MAX_STREAM_TOKENS, dtype=jnp.int32)
+    pair = jnp.where(token == 0, block, jnp.int32(2 * chosen.shape[1]))  # out of range, as a target beside all, too
+    unused = jnp.where((expert >= 0) & (expert < experts), jnp.int32(-1), block)
+    return Rows(expert, pair, token == 0, pair, unused)
 
 
 def _rows_of_list(operands: Any, block: Any, *, rows: int) -> Rows:

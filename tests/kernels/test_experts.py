@@ -140,6 +140,16 @@ def test_a_token_is_the_same_in_any_company(implementation, tokens):
     np.testing.assert_array_equal(lone, clean * (np.arange(tokens) == 0)[:, None])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(16, 512, 2048), (16, 768, 2048), (16, 1024, 3072)], ids=str)
+def test_a_lone_token_has_the_bits_of_company(sizes):
+    x, gate_up, down, chosen, weights = routed((16,), 8, *sizes)
+    together = run("triton")(x, gate_up, down, chosen, weights)
+    for token in range(3):
+        alone = run("triton")(x[token][None], gate_up, down, chosen[token][None], weights[token][None])
+        np.testing.assert_array_equal(np.asarray(alone[0], np.float32), np.asarray(together[token], np.float32))
+
+
 def dense(x, gate_up, down, chosen, weights):
     """All experts for all tokens, differentiable."""
     highest = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
