@@ -163,7 +163,10 @@ def main() -> None:
         bench_prompts.main(args.prefill)
         return
     cuts = [(columns, warps) for columns in args.columns for warps in args.warps]
-    kernels: dict[str, tuple[Run, Callable[..., Kept]]] = {"mosaic": (mosaic.verify, mosaic.fold)}
+    kernels: dict[str, tuple[Run, Callable[..., Kept]]] = {
+        name: (functools.partial(mosaic.verify, pairs=pairs), mosaic.fold)
+        for name, pairs in (("mosaic", False), ("mosaic pairs", True))
+    }
     for config in (triton.Config(*cut, form) for cut in cuts for form in args.forms):
         cut = f"{config.form} {config.columns}x{config.num_warps}"
         kernels[cut] = functools.partial(triton.verify, config=config), functools.partial(triton.fold, config=config)

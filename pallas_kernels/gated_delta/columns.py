@@ -47,7 +47,7 @@ class Columns:
         def load(ctx: Any, ref: Any) -> FragmentedArray:
             del ctx
             places = [memref.load(ref, [row, column]) for column in self._numbers() for row in _rows()]
-            return _array(places, self.state)
+            return array_of(places, self.state)
 
         array: jax.Array = load(ref)
         return array
@@ -60,7 +60,7 @@ class Columns:
             del ctx
             places = [(row, column) for column in self._numbers() for row in _rows()]
             for place, register in zip(places, state.registers.flat, strict=True):
-                memref.store(_first(register), ref, list(place))
+                memref.store(first_of(register), ref, list(place))
 
         store(state, ref)
 
@@ -71,7 +71,7 @@ class Columns:
         def load(ctx: Any, ref: Any) -> FragmentedArray:
             del ctx
             f32, values = ir.F32Type.get(), [memref.load(ref, [column]) for column in self._numbers()]
-            return _array([x if x.type == f32 else arith.extf(f32, x) for x in values], self.column)
+            return array_of([x if x.type == f32 else arith.extf(f32, x) for x in values], self.column)
 
         array: jax.Array = load(ref)
         return array
@@ -84,7 +84,7 @@ class Columns:
             del ctx
             dtype = ir.MemRefType(ref.type).element_type
             for column, register in zip(self._numbers(), values.registers.flat, strict=True):
-                value = _first(register)
+                value = first_of(register)
                 memref.store(value if dtype == value.type else arith.truncf(dtype, value), ref, [column])
 
         store(values, ref)
@@ -98,8 +98,8 @@ class Columns:
             sums = [_Sums() for _ in range(self.sets)]
             for row, number in enumerate(_numbers(key)):
                 for j, total in enumerate(sums):
-                    total.add(row, number, _first(state.registers.flat[j * COLUMNS + row]))
-            return _array([total.total() for total in sums], self.column)
+                    total.add(row, number, first_of(state.registers.flat[j * COLUMNS + row]))
+            return array_of([total.total() for total in sums], self.column)
 
         array: jax.Array = project(state, key)
         return array
@@ -131,27 +131,27 @@ class Columns:
         ) -> tuple[FragmentedArray, ...]:
             del ctx
             factor = decay.registers.item()
-            factor = _first(factor) if isinstance(factor.type, ir.VectorType) else factor
-            added = [_first(register) for register in delta.registers.flat]
+            factor = first_of(factor) if isinstance(factor.type, ir.VectorType) else factor
+            added = [first_of(register) for register in delta.registers.flat]
             outputs, products = ([_Sums() for _ in added] for _ in range(2))
             new: list[Any] = [None] * state.registers.size
             for row, numbers in enumerate(zip(*map(_numbers, refs), strict=True)):
                 for j, written in enumerate(added):
                     at = j * COLUMNS + row
-                    new[at] = math.fma(numbers[0], written, arith.mulf(_first(state.registers.flat[at]), factor))
+                    new[at] = math.fma(numbers[0], written, arith.mulf(first_of(state.registers.flat[at]), factor))
                     products[j].add(row, numbers[1], new[at])
                     for number in numbers[2:]:
                         outputs[j].add(row, number, new[at])
-            sums = (_array([total.total() for total in part], self.column) for part in (outputs, products))
-            return _array(new, self.state), *sums
+            sums = (array_of([total.total() for total in part], self.column) for part in (outputs, products))
+            return array_of(new, self.state), *sums
 
         arrays: tuple[jax.Array, jax.Array, jax.Array] = write(state, decay, delta, *refs)
         return arrays
 
     def _numbers(self) -> list[Any]:
         """The thread's columns."""
-        first = _divided(_thread(), HALVES)
-        return [arith.addi(first, _index(j * COLUMNS)) for j in range(self.sets)]
+        first = divided(thread(), HALVES)
+        return [arith.addi(first, index_of(j * COLUMNS)) for j in range(self.sets)]
 
 
 class _Sums:
@@ -173,9 +173,9 @@ class _Sums:
 
 def _rows() -> list[Any]:
     """The thread's rows of a state."""
-    first = arith.muli(_half(), _index(RUN))
+    first = arith.muli(_half(), index_of(RUN))
     return [
-        arith.addi(first, _index(run * RUN * HALVES + row))
+        arith.addi(first, index_of(run * RUN * HALVES + row))
         for run in range(SIZE // RUN // HALVES)
         for row in range(RUN)
     ]
@@ -183,39 +183,44 @@ def _rows() -> list[Any]:
 
 def _numbers(ref: Any) -> Any:
     """The thread's numbers of a row [dk] of shared memory."""
-    f32 = ir.F32Type.get()
-    quad = ir.VectorType.get((RUN,), f32)
-    half = arith.index_cast(ir.IntegerType.get_signless(32), arith.muli(_half(), _index(RUN)))
-    pointer = utils.getelementptr(utils.memref_ptr(ref), [half], f32)
-    for first in range(0, SIZE, RUN * HALVES):
-        loaded = llvm.load(quad, utils.getelementptr(pointer, [first], f32), alignment=16)
-        for i in range(RUN):
+    yield from numbers_of(ref, arith.muli(_half(), index_of(RUN)), RUN, RUN * HALVES)
+
+
+def numbers_of(ref: Any, first: Any, run: int, step: int, size: int = SIZE) -> Any:
+    """Numbers in shared memory: a run from `first` on, by one instruction, and one after each step, `size` far."""
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    begin = arith.index_cast(i32, first)
+    pointer = utils.getelementptr(utils.memref_ptr(ref), [begin], f32)
+    for at in range(0, size, step):
+        place = utils.getelementptr(pointer, [at], f32)
+        loaded = llvm.load(ir.VectorType.get((run,), f32), place, alignment=4 * run)
+        for i in range(run):
             yield vector.extract(loaded, dynamic_position=[], static_position=[i])
 
 
-def _thread() -> Any:
+def thread() -> Any:
     """Number of the thread in its warpgroup."""
-    return arith.remui(gpu.thread_id(gpu.Dimension.x), _index(SIZE))
+    return arith.remui(gpu.thread_id(gpu.Dimension.x), index_of(SIZE))
 
 
 def _half() -> Any:
     """Which half of the rows the thread has."""
-    return arith.remui(_thread(), _index(HALVES))
+    return arith.remui(thread(), index_of(HALVES))
 
 
-def _divided(value: Any, by: int) -> Any:
-    return arith.divui(value, _index(by))
+def divided(value: Any, by: int) -> Any:
+    return arith.divui(value, index_of(by))
 
 
-def _index(value: int) -> Any:
+def index_of(value: int) -> Any:
     return utils.c(value, ir.IndexType.get())
 
 
-def _first(register: Any) -> Any:
+def first_of(register: Any) -> Any:
     return vector.extract(register, dynamic_position=[], static_position=[0])
 
 
-def _array(values: list[Any], layout: Any) -> FragmentedArray:
+def array_of(values: list[Any], layout: Any) -> FragmentedArray:
     registers = np.empty(len(values), dtype=object)
     for i, value in enumerate(values):
         registers[i] = vector.from_elements(ir.VectorType.get((1,), value.type), [value])

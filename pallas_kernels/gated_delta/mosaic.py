@@ -1,9 +1,12 @@
-"""Verify and fold of Gated DeltaNet on Hopper: the second kernel, with a state in registers (`columns`).
+"""Verify and fold of Gated DeltaNet on Hopper: the second kernel, with a state in registers (`columns`, `quads`).
 
 A consumer warpgroup has one head of one sequence, or half of its columns where heads are few: a column needs no other.
 A producer warpgroup brings states and tokens by TMA while the two consumers compute, and moves the raw inputs that
 become the new tape. Tokens are written one after another, by the same operations whether they are folded, decoded or
 verified, and however wide an item is: so a state's bits do not depend on that.
+
+With `pairs` a block is not written: a kernel between says what its tokens have to do with each other, and one product
+on tensor cores, with errors of 2**-16, takes the place of 16 passes over the state.
 """
 
 from __future__ import annotations
@@ -20,8 +23,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
 from pallas_kernels.gated_delta.columns import COLUMNS, SIZE, Columns
+from pallas_kernels.gated_delta.pairs import Pairs, pair
 from pallas_kernels.gated_delta.prepare import LEAST_GATES, Block, Rows, prepare
+from pallas_kernels.gated_delta.quads import Quads
 from pallas_kernels.gated_delta.reference import Kept, Weights
+from pallas_kernels.lib.shared_memory import tiled
 
 CONSUMERS = 2
 MOST_TOKENS = 16  # of a tape, whose rows wait in shared memory beside two states
@@ -37,7 +43,7 @@ def refusal(kept: Kept, weights: Weights) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames="width")
+@functools.partial(jax.jit, static_argnames=("width", "pairs"))
 def verify(
     kept: Kept,
     weights: Weights,
@@ -48,11 +54,20 @@ def verify(
     length: Int[Array, " B"],
     *,
     width: int | None = None,
+    pairs: bool = False,
 ) -> tuple[Float[Array, "B T HV dv"], Kept]:
-    """See ``pallas_kernels.gated_delta.verify``; ``width`` is an item's columns, 64 or 128."""
+    """See ``pallas_kernels.gated_delta.verify``.
+
+    ``width`` is an item's columns, 64 or 128, where the block's tokens are written one by one; ``pairs`` says that they
+    are not. It is faster for many heads and long blocks (BENCH.md), and no default before its tests have run on a GPU.
+    """
     block = Block(inputs.astype(kept.inputs.dtype), gates.astype(kept.gates.dtype), length)
-    tape, prepared = prepare(kept, weights, rows, count, block, mixes=False, interpret=False)
+    tape, tokens = prepare(kept, weights, rows, count, block, mixes=False, interpret=False)
+    assert isinstance(tokens, Rows)
+    prepared: Rows | Pairs = tokens
     B, T, _, _ = inputs.shape
+    if pairs:
+        prepared, kept = pair(kept, rows, count, block, tokens, interpret=False)
     shape = (B, T, kept.state.shape[1], SIZE)
     return _call(kept, rows, count, rows, tape, prepared, block, jax.ShapeDtypeStruct(shape, inputs.dtype), width)
 
@@ -109,28 +124,11 @@ def _call(
     operands = _Call(*kept, out, rows, count, targets, tape, prepared, block)
     leaves, tree = jax.tree.flatten(operands)
     leaves = list(_compat.vary_alike(*leaves))
-    G, T = kept.gates.shape[1], 0 if block is None else prepared.keys.shape[2]
-    # Whole heads read keys half as often, but few of them leave multiprocessors idle.
-    width = width or (SIZE if B * heads >= CONSUMERS * _compat.sm_count() else COLUMNS)
+    if isinstance(prepared, Pairs):
+        width = COLUMNS
+    elif width is None:  # whole heads read keys half as often, but few of them leave multiprocessors idle
+        width = SIZE if B * heads >= CONSUMERS * _compat.sm_count() else COLUMNS
     items = B * heads * SIZE // width
-    scratch: dict[str, Any] = {"state_s": plgpu.SMEM((CONSUMERS, SIZE, width), jnp.float32)}
-    for name, tokens in (("tape", G), ("block", T)):
-        if tokens:
-            scratch |= {
-                f"{name}_keys": plgpu.SMEM((CONSUMERS, tokens, SIZE), jnp.float32),
-                f"{name}_values": plgpu.SMEM((CONSUMERS, tokens, width), kept.inputs.dtype),
-                f"{name}_decay": plgpu.SMEM((CONSUMERS, LEAST_GATES), jnp.float32),
-                f"{name}_strength": plgpu.SMEM((CONSUMERS, LEAST_GATES), jnp.float32),
-            }
-    if T:
-        scratch["block_queries"] = plgpu.SMEM((CONSUMERS, T, SIZE), jnp.float32)
-    copies = 4 + (5 if T else 0)
-    scratch |= {
-        "state_full": plgpu.Barrier(num_barriers=CONSUMERS),
-        "state_empty": plgpu.Barrier(num_barriers=CONSUMERS),
-        "rows_full": plgpu.Barrier(num_barriers=CONSUMERS, num_arrivals=copies),
-        "rows_empty": plgpu.Barrier(num_barriers=CONSUMERS),
-    }
     mesh = plgpu.Mesh(
         grid=(min(_compat.sm_count(), items),),
         grid_names=("cta",),
@@ -140,13 +138,42 @@ def _call(
 
     def body(refs: Any) -> None:
         run = functools.partial(_body, jax.tree.unflatten(tree, refs), items, width)
-        pl.run_scoped(run, collective_axes="warpgroup", **scratch)
+        pl.run_scoped(run, collective_axes="warpgroup", **_scratch(operands, width))
 
     params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-    name = "gated_delta_verify" if T else "gated_delta_fold"
+    name = "gated_delta_fold" if block is None else "gated_delta_verify"
     changed = _compat.mosaic_in_place(body, leaves, mesh, compiler_params=params, name=name)
     results = jax.tree.unflatten(tree, changed)
     return results.outputs, Kept(results.state, results.inputs, results.gates)
+
+
+def _scratch(call: _Call, width: int) -> dict[str, Any]:
+    """Shared memory and barriers of a CTA."""
+    scratch: dict[str, Any] = {"state_s": plgpu.SMEM((CONSUMERS, SIZE, width), jnp.float32)}
+    prepared, written = call.prepared, {"tape": call.gates.shape[1]}
+    if isinstance(prepared, Rows):
+        written["block"] = prepared.keys.shape[2]
+    for name, tokens in written.items():
+        scratch |= {
+            f"{name}_keys": plgpu.SMEM((CONSUMERS, tokens, SIZE), jnp.float32),
+            f"{name}_values": plgpu.SMEM((CONSUMERS, tokens, width), call.inputs.dtype),
+            f"{name}_decay": plgpu.SMEM((CONSUMERS, LEAST_GATES), jnp.float32),
+            f"{name}_strength": plgpu.SMEM((CONSUMERS, LEAST_GATES), jnp.float32),
+        }
+    if isinstance(prepared, Rows):
+        scratch["block_queries"] = plgpu.SMEM((CONSUMERS, written["block"], SIZE), jnp.float32)
+    elif prepared is not None:
+        for name in ("vectors", "rest"):
+            scratch[f"block_{name}"] = tiled((CONSUMERS, *prepared.vectors.shape[2:]), jnp.bfloat16)
+        scratch["block_values"] = plgpu.SMEM((CONSUMERS, prepared.values.shape[2], width), call.inputs.dtype)
+        scratch["block_factors"] = plgpu.SMEM((CONSUMERS, *prepared.factors.shape[2:]), jnp.float32)
+    copies = len(scratch) - 1  # all but the state
+    return scratch | {
+        "state_full": plgpu.Barrier(num_barriers=CONSUMERS),
+        "state_empty": plgpu.Barrier(num_barriers=CONSUMERS),
+        "rows_full": plgpu.Barrier(num_barriers=CONSUMERS, num_arrivals=copies),
+        "rows_empty": plgpu.Barrier(num_barriers=CONSUMERS),
+    }
 
 
 def _place(call: _Call, item: Any, width: int) -> _Place:
@@ -175,7 +202,8 @@ def _body(call: _Call, items: int, width: int, **s: Any) -> None:
         def produce(i: Any, nothing: None) -> None:
             place = _place(call, cta + i * ctas, width)
             _fetch(call, place, i, s)
-            _move_tape(call, place)
+            if not isinstance(call.prepared, Pairs):  # else the kernel before has moved them
+                _move_tape(call, place)
 
         lax.fori_loop(0, count, produce, None)
 
@@ -184,7 +212,7 @@ def _body(call: _Call, items: int, width: int, **s: Any) -> None:
         plgpu.set_max_registers(232, action="increase")
 
         def consume(i: Any, nothing: None) -> None:
-            _advance(call, _place(call, cta + (i * CONSUMERS + me) * ctas, width), Columns(width), me, s)
+            _advance(call, _place(call, cta + (i * CONSUMERS + me) * ctas, width), width, me, s)
 
         lax.fori_loop(0, pl.cdiv(count - me, CONSUMERS), consume, None)
 
@@ -207,17 +235,22 @@ def _fetch(call: _Call, place: _Place, i: Any, s: dict[str, Any]) -> None:
     for name, tokens in (("tape", call.tape), ("block", call.prepared)):
         if tokens is None:
             continue
-        parts = {"keys": (tokens.keys, place.key), "values": (tokens.values, place.head)}
-        parts |= {"decay": (tokens.decay, place.head), "strength": (tokens.strength, place.head)}
-        if name == "block":
-            parts["queries"] = (tokens.queries, place.key)
+        if isinstance(tokens, Pairs):
+            parts = {"vectors": (tokens.vectors, place.key), "rest": (tokens.rest, place.key)}
+            parts |= {"values": (tokens.values, place.head), "factors": (tokens.factors, place.head)}
+        else:
+            parts = {"keys": (tokens.keys, place.key), "values": (tokens.values, place.head)}
+            parts |= {"decay": (tokens.decay, place.head), "strength": (tokens.strength, place.head)}
+            if tokens.queries is not None:
+                parts["queries"] = tokens.queries, place.key
         for part, (source, head) in parts.items():
-            rows = source.at[place.b, head, :, place.columns] if part == "values" else source.at[place.b, head]
+            rows: Any = source.at[place.b, head, :, place.columns] if part == "values" else source.at[place.b, head]
             plgpu.copy_gmem_to_smem(rows, s[f"{name}_{part}"].at[slot], s["rows_full"].at[slot])
 
 
-def _advance(call: _Call, place: _Place, columns: Columns, me: Any, s: dict[str, Any]) -> None:
+def _advance(call: _Call, place: _Place, width: int, me: Any, s: dict[str, Any]) -> None:
     """A consumer's item: fold, write the state, run the block."""
+    columns = Quads() if isinstance(call.prepared, Pairs) else Columns(width)
     plgpu.barrier_wait(s["state_full"].at[me])
     state = columns.load_state(s["state_s"].at[me])
     plgpu.barrier_arrive(s["state_empty"].at[me])
@@ -228,13 +261,25 @@ def _advance(call: _Call, place: _Place, columns: Columns, me: Any, s: dict[str,
     def _() -> None:
         columns.store_state(state, call.state.at[place.target, place.head, :, place.columns])
 
-    if call.block is not None:
+    if isinstance(columns, Quads):
+        vectors, rest, values, factors = (
+            s[f"block_{name}"].at[me] for name in ("vectors", "rest", "values", "factors")
+        )
+        products = columns.products(state, vectors, rest)
+        columns.run(products, values, factors, call.outputs, (place.b, place.head, place.columns.start))
+    elif call.block is not None:
         _run(state, "block", columns, (place, call.outputs), jnp.int32(call.outputs.shape[1]), me, s)
     plgpu.barrier_arrive(s["rows_empty"].at[me])
 
 
 def _run(
-    state: jax.Array, name: str, columns: Columns, goal: tuple[_Place, Any], count: Any, me: Any, s: dict[str, Any]
+    state: jax.Array,
+    name: str,
+    columns: Any,
+    goal: tuple[_Place, Any],
+    count: Any,
+    me: Any,
+    s: dict[str, Any],
 ) -> jax.Array:
     """Write tokens to a state, one after another; where the goal has outputs, store each token's."""
     place, outputs = goal

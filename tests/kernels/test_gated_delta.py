@@ -8,6 +8,8 @@ import pytest
 
 from pallas_kernels import gated_delta
 from pallas_kernels.gated_delta import Kept, Weights, mosaic, reference, triton
+from pallas_kernels.gated_delta.pairs import pair
+from pallas_kernels.gated_delta.prepare import Block, prepare
 from tests.kernels.cases import cuda_lowering
 from tests.kernels.conftest import ON_GPU
 
@@ -22,9 +24,11 @@ TOLD_APART = FORMS if ON_GPU else FORMS[:3]  # a CPU makes the same float32 prod
 
 @functools.cache
 def jitted(implementation):
-    """Verify and fold of an implementation; `triton FORM` has that form of blocks, `mosaic WIDTH` items so wide."""
+    """Verify and fold of an implementation: `triton FORM`, `mosaic WIDTH` or `mosaic pairs`, which folds like these."""
     name, _, form = implementation.partition(" ")
-    if name == "mosaic" and form:
+    if form == "pairs":
+        functions = [functools.partial(mosaic.verify, pairs=True), mosaic.fold]
+    elif name == "mosaic" and form:
         functions = [functools.partial(f, width=int(form)) for f in (mosaic.verify, mosaic.fold)]
     elif form:
         options = {"config": triton.Config(columns=DV, form=form), "interpret": not ON_GPU}
@@ -37,9 +41,12 @@ def jitted(implementation):
 
 prefill = jax.jit(gated_delta.prefill)
 KERNELS = ("triton", "mosaic 64", "mosaic 128") if ON_GPU else ("triton",)
-on_each = pytest.mark.parametrize("implementation", ["reference", *KERNELS])
+PAIRS = ["mosaic pairs"] if ON_GPU else []  # whose outputs are as good as bfloat16 needs
+on_each = pytest.mark.parametrize("implementation", ["reference", *KERNELS, *PAIRS])
 _OTHERS = [pytest.param(f"triton {form}", marks=() if ON_GPU else LONG) for form in TOLD_APART[1:]]
-on_each_form = pytest.mark.parametrize("implementation", ["reference", f"triton {FORMS[0]}", *_OTHERS, *KERNELS[1:]])
+on_each_form = pytest.mark.parametrize(
+    "implementation", ["reference", f"triton {FORMS[0]}", *_OTHERS, *KERNELS[1:], *PAIRS]
+)
 
 
 def weights(seed=0):
@@ -116,7 +123,7 @@ def test_blocks_behind_a_prompt_are_the_recurrence(implementation, length, promp
     kept = begun(inputs[:5], gates[:5], prompt)
     expected, states = by_hand(inputs, gates, weights())
     accepted = min(length, 3)
-    coarse = {"atol": 2e-4} if ON_GPU and implementation.endswith("bf16x3") else None
+    coarse = {"atol": 2e-4} if ON_GPU and implementation.endswith(("bf16x3", "pairs")) else None
     for start, count in ((prompt, 0), (prompt + accepted, accepted)):
         block = slice(start, start + G)
         call = ints(2), ints(count), inputs[None, block], gates[None, block], ints(length)
@@ -165,6 +172,72 @@ def test_states_and_outputs_are_bit_for_bit_those_of_decoding(implementation, se
         np.testing.assert_array_equal(folded.inputs[4, :BEFORE], states[at][1])
     kept = fold(kept, weights(), ints(2), ints(count), ints(2))
     np.testing.assert_array_equal(kept.state[2], states[total][0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [16, 11])
+def test_pairs_of_many_heads(tokens):
+    """Blocks of 27B's heads in bfloat16: states as when tokens are written one by one, outputs but for rounding."""
+    B, heads, tape = 5, 48, 16
+    rng = np.random.default_rng(3)
+    kept, w = jax.tree.map(
+        lambda like: jnp.asarray(rng.standard_normal(like.shape, np.float32) / 2, like.dtype), kept_shapes()
+    )
+    block = [rng.standard_normal(shape, np.float32) for shape in ((B, tokens, 16, 640), (B, tokens, heads, 2))]
+    inputs, gates = (jnp.asarray(x, jnp.bfloat16) for x in block)
+    call = ints(3, 0, -1, 9, 15), ints(5, 0, 3, tape, 1), inputs, gates, ints(tokens, tokens, tokens, 4, 9)
+    (one, by_pairs), (other, by_token) = (
+        jitted(name).verify(kept, w, *call) for name in ("mosaic pairs", "mosaic 128")
+    )
+    for found, wanted in zip(by_pairs, by_token, strict=True):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
+    for b, length in ((0, tokens), (1, tokens), (3, 4), (4, 9)):
+        close = np.asarray(one[b, :length], np.float32), np.asarray(other[b, :length], np.float32)
+        np.testing.assert_allclose(*close, atol=1e-2, rtol=1e-2)
+        assert np.mean(close[0] != close[1]) < 0.02
+
+
+@pytest.mark.gpu
+def test_a_draft_that_is_not_a_number_reaches_none_before_it():
+    inputs, gates = prompts(1, G)
+    kept = begun(*prompts(7), 7)
+    call = ints(2), ints(0), inputs.at[0, 5].set(jnp.nan), gates, ints(G)
+    outputs, _ = jitted("mosaic pairs").verify(kept, weights(), *call)
+    assert np.isfinite(outputs[0, :5]).all()
+    assert np.isnan(outputs[0, 5]).all()
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_pairs_of_tokens_make_the_block(count):
+    """What the kernel between says, put together in float64; and the tape is the one that verifying leaves."""
+    inputs, gates = prompts(5 + 3 * G)
+    verified = slice(5 + count, 5 + count + G)
+    _, kept = jitted("reference").verify(
+        begun(inputs[:5], gates[:5], 5),
+        weights(),
+        ints(2),
+        ints(0),
+        *(x[None, 5 : 5 + G] for x in (inputs, gates)),
+        ints(G),
+    )
+    block = Block(inputs[None, verified], gates[None, verified], ints(G))
+    place = ints(2), ints(count)
+    _, tokens = prepare(kept, weights(), *place, block, mixes=False, interpret=not ON_GPU)
+    found, moved = jax.jit(functools.partial(pair, interpret=not ON_GPU))(kept, *place, block, tokens)
+    _, wanted = jitted("reference").verify(kept, weights(), *place, *block)
+    np.testing.assert_array_equal(moved.inputs[2, : BEFORE + G], wanted.inputs[2, : BEFORE + G])
+    np.testing.assert_array_equal(moved.gates[2], wanted.gates[2])
+    expected, _ = by_hand(inputs, gates, weights())
+    vectors = np.asarray(found.vectors[0], np.float64) + np.asarray(found.rest[0], np.float64)
+    for h in range(HV):
+        keys, queries = np.split(vectors[h // R] @ np.asarray(wanted.state[2, h], np.float64), 2)
+        written_by, read_by, (decay, strength) = np.split(np.asarray(found.factors[0, h], np.float64), [16, 32])
+        written = strength[:G, None] * (np.asarray(found.values[0, h], np.float64) - (decay[:, None] * keys)[:G])
+        outputs = (decay[:, None] * queries)[:G]
+        for s in range(G):
+            written += np.outer(written_by[s, :G], written[s])
+            outputs += np.outer(read_by[s, :G], written[s])
+        np.testing.assert_allclose(outputs, expected[verified, h], **CLOSE)
 
 
 @on_each
@@ -318,13 +391,15 @@ def test_verify_and_fold_lower_for_cuda(form, T):
     assert cuda_lowering(fold, kept, w, numbers, numbers, numbers).count("xla.gpu.triton") == 2
 
 
-@pytest.mark.parametrize("T", [16, pytest.param(1, marks=LONG)])
+@pytest.mark.parametrize("T", [16, 11, pytest.param(1, marks=LONG)])
 def test_mosaic_lowers_for_cuda(T):
     struct, numbers = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((4,), jnp.int32)
     kept, w = kept_shapes()
     block = struct((4, T, 16, 640), jnp.bfloat16), struct((4, T, 48, 2), jnp.bfloat16)
-    verified = cuda_lowering(mosaic.verify, kept, w, numbers, numbers, *block, numbers)
-    assert (verified.count("xla.gpu.triton"), verified.count("@mosaic_gpu_v2")) == (1, 1)
+    for pairs in (False, True):
+        verify = functools.partial(mosaic.verify, pairs=pairs)
+        verified = cuda_lowering(verify, kept, w, numbers, numbers, *block, numbers)
+        assert (verified.count("xla.gpu.triton"), verified.count("@mosaic_gpu_v2")) == (2 if pairs else 1, 1)
     folded = cuda_lowering(mosaic.fold, kept, w, numbers, numbers, numbers)
     assert (folded.count("xla.gpu.triton"), folded.count("@mosaic_gpu_v2")) == (1, 1)
 
