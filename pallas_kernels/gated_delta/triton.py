@@ -125,7 +125,7 @@ def _call(operands: Any, outputs: list[tuple[tuple[int, ...], Any]], *, config: 
     if interpret and product is not None:
         product = jax.lax.Precision.HIGHEST  # a CPU has no product in several terms
     results: list[Any] = _compat.triton_call(
-        functools.partial(_advance, columns=columns, product=product),
+        functools.partial(_advance, columns=columns, product=product, is_plain=interpret),
         grid=(len(operands[3]), heads, value_dim // columns),
         out_shape=[_compat.out_like(shape, dtype, leaves[0]) for shape, dtype in (*kept, *outputs)],
         num_warps=config.num_warps,
@@ -150,7 +150,7 @@ class _Part(NamedTuple):
 def _advance(
     state_in: Any, inputs_in: Any, gates_in: Any, rows: Any, count: Any, targets: Any,
     tape: Any, prepared: Any, block: Any, state: Any, inputs: Any, gates: Any, *outputs: Any,
-    columns: int, product: _Product,
+    columns: int, product: _Product, is_plain: bool,
 ) -> None:  # fmt: skip
     """One program; without a block, it only folds."""
     del state_in, inputs_in, gates_in  # the outputs are aliases of them
@@ -164,7 +164,7 @@ def _advance(
 
     @pl.when(is_written)
     def _() -> None:
-        _write_tape(inputs, gates, block, (row, folded, target), part, state.shape[1:])
+        _write_tape(inputs, gates, block, (row, folded, target), part, state.shape[1:], is_plain)
 
     S = _folded(S, tape, part, folded)
 
@@ -179,8 +179,9 @@ def _advance(
 
 
 def _write_tape(
-    inputs: Any, gates: Any, block: Any, places: tuple[Any, Any, Any], part: _Part, sizes: tuple[int, ...]
-) -> None:
+    inputs: Any, gates: Any, block: Any, places: tuple[Any, Any, Any], part: _Part, sizes: tuple[int, ...],
+    is_plain: bool,
+) -> None:  # fmt: skip
     """Write a program's share of the inputs before the new tape, and of the block, which becomes the tape."""
     (row, folded, target), (HV, *head_sizes) = places, sizes
     group, before = HV // inputs.shape[2], inputs.shape[1] - gates.shape[1]
@@ -188,6 +189,8 @@ def _write_tape(
 
     def move(channels: Array) -> None:
         moved = [at(inputs, row, folded + j, key, channels)[...] for j in range(before)]
+        if not is_plain:
+            pltriton.debug_barrier()  # one warp may write what another one reads
         for j, raw in enumerate(moved):
             pltriton.store(at(inputs, target, j, key, channels), raw)
         if block is not None:
