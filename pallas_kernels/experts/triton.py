@@ -220,6 +220,7 @@ def _gate_up(
     program = pl.program_id(0) - first
 
     def store(out: Any, rows: Rows, inputs: Any, weight: Any, unit: Any, gate: Any, up: Any) -> None:
+        # The MMA takes at least 16 rows: fewer of gate and of up are one operand.
         outputs = [gate, up] if tile.rows >= LEAST else [jnp.stack([gate, up], axis=-1).T.reshape(-1)]
         sums = _products(x, inputs, rows.exists, weight, outputs, tile.depth, is_plain)
         if len(sums) == 1:
@@ -337,7 +338,7 @@ def _rows_of_one(operands: Any, block: Any, *, experts: int) -> Rows:
     [chosen] = operands
     expert = chosen[0, block]
     token = jnp.arange(MAX_STREAM_TOKENS, dtype=jnp.int32)
-    pair = jnp.where(token == 0, block, jnp.int32(2 * chosen.shape[1]))  # out of range, as a target beside all, too
+    pair = jnp.where(token == 0, block, jnp.int32(2 * chosen.shape[1]))  # out of range, as a pair and as a target
     unused = jnp.where((expert >= 0) & (expert < experts), jnp.int32(-1), block)
     return Rows(expert, pair, token == 0, pair, unused)
 
