@@ -8,8 +8,6 @@ import pytest
 
 from pallas_kernels import gated_delta
 from pallas_kernels.gated_delta import Kept, Weights, mosaic, reference, triton
-from pallas_kernels.gated_delta.pairs import pair
-from pallas_kernels.gated_delta.prepare import Block, prepare
 from tests.kernels.cases import cuda_lowering
 from tests.kernels.conftest import ON_GPU
 
@@ -172,72 +170,6 @@ def test_states_and_outputs_are_bit_for_bit_those_of_decoding(implementation, se
         np.testing.assert_array_equal(folded.inputs[4, :BEFORE], states[at][1])
     kept = fold(kept, weights(), ints(2), ints(count), ints(2))
     np.testing.assert_array_equal(kept.state[2], states[total][0])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [16, 11])
-def test_pairs_of_many_heads(tokens):
-    """Blocks of 27B's heads in bfloat16: states as when tokens are written one by one, outputs but for rounding."""
-    B, heads, tape = 5, 48, 16
-    rng = np.random.default_rng(3)
-    kept, w = jax.tree.map(
-        lambda like: jnp.asarray(rng.standard_normal(like.shape, np.float32) / 2, like.dtype), kept_shapes()
-    )
-    block = [rng.standard_normal(shape, np.float32) for shape in ((B, tokens, 16, 640), (B, tokens, heads, 2))]
-    inputs, gates = (jnp.asarray(x, jnp.bfloat16) for x in block)
-    call = ints(3, 0, -1, 9, 15), ints(5, 0, 3, tape, 1), inputs, gates, ints(tokens, tokens, tokens, 4, 9)
-    (one, by_pairs), (other, by_token) = (
-        jitted(name).verify(kept, w, *call) for name in ("mosaic pairs", "mosaic 128")
-    )
-    for found, wanted in zip(by_pairs, by_token, strict=True):
-        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
-    for b, length in ((0, tokens), (1, tokens), (3, 4), (4, 9)):
-        close = np.asarray(one[b, :length], np.float32), np.asarray(other[b, :length], np.float32)
-        np.testing.assert_allclose(*close, atol=1e-2, rtol=1e-2)
-        assert np.mean(close[0] != close[1]) < 0.02
-
-
-@pytest.mark.gpu
-def test_a_draft_that_is_not_a_number_reaches_none_before_it():
-    inputs, gates = prompts(1, G)
-    kept = begun(*prompts(7), 7)
-    call = ints(2), ints(0), inputs.at[0, 5].set(jnp.nan), gates, ints(G)
-    outputs, _ = jitted("mosaic pairs").verify(kept, weights(), *call)
-    assert np.isfinite(outputs[0, :5]).all()
-    assert np.isnan(outputs[0, 5]).all()
-
-
-@pytest.mark.parametrize("count", [0, 3])
-def test_pairs_of_tokens_make_the_block(count):
-    """What the kernel between says, put together in float64; and the tape is the one that verifying leaves."""
-    inputs, gates = prompts(5 + 3 * G)
-    verified = slice(5 + count, 5 + count + G)
-    _, kept = jitted("reference").verify(
-        begun(inputs[:5], gates[:5], 5),
-        weights(),
-        ints(2),
-        ints(0),
-        *(x[None, 5 : 5 + G] for x in (inputs, gates)),
-        ints(G),
-    )
-    block = Block(inputs[None, verified], gates[None, verified], ints(G))
-    place = ints(2), ints(count)
-    _, tokens = prepare(kept, weights(), *place, block, mixes=False, interpret=not ON_GPU)
-    found, moved = jax.jit(functools.partial(pair, interpret=not ON_GPU))(kept, *place, block, tokens)
-    _, wanted = jitted("reference").verify(kept, weights(), *place, *block)
-    np.testing.assert_array_equal(moved.inputs[2, : BEFORE + G], wanted.inputs[2, : BEFORE + G])
-    np.testing.assert_array_equal(moved.gates[2], wanted.gates[2])
-    expected, _ = by_hand(inputs, gates, weights())
-    vectors = np.asarray(found.vectors[0], np.float64) + np.asarray(found.rest[0], np.float64)
-    for h in range(HV):
-        keys, queries = np.split(vectors[h // R] @ np.asarray(wanted.state[2, h], np.float64), 2)
-        written_by, read_by, (decay, strength) = np.split(np.asarray(found.factors[0, h], np.float64), [16, 32])
-        written = strength[:G, None] * (np.asarray(found.values[0, h], np.float64) - (decay[:, None] * keys)[:G])
-        outputs = (decay[:, None] * queries)[:G]
-        for s in range(G):
-            written += np.outer(written_by[s, :G], written[s])
-            outputs += np.outer(read_by[s, :G], written[s])
-        np.testing.assert_allclose(outputs, expected[verified, h], **CLOSE)
 
 
 @on_each
