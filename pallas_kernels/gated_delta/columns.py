@@ -7,6 +7,7 @@ thread reads lie beside those of the other thread, so that both reads have banks
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -30,15 +31,20 @@ class Columns:
     """What a warpgroup does with `width` columns of a state, 64 or 128.
 
     Arrays that it passes around are containers: of a state, register ``64 j + i`` of a thread is row i of its half of
-    its column ``64 j``; of a value a column, register j, which both threads of the column have.
+    its column ``64 j``; of a value a column, register j, which both threads of the column have. Another arrangement of
+    columns and rows among threads overrides the methods that say which ones a thread has.
     """
 
+    threads = HALVES  # of a column
+    sums = SUMS  # partial sums of a thread
+
     def __init__(self, width: int):
-        self.sets = width // COLUMNS
+        self.sets = self.threads * width // SIZE
+        self.rows = SIZE // self.threads
         self.state = plgpu.Layout.WG_STRIDED((SIZE, width), vec_size=1)
-        self.column = plgpu.Layout.WG_STRIDED((HALVES * width,), vec_size=1)
+        self.column = plgpu.Layout.WG_STRIDED((self.threads * width,), vec_size=1)
         self._state = plgpu.ShapeDtypeStruct((SIZE, width), jnp.float32, layout=self.state)
-        self._column = plgpu.ShapeDtypeStruct((HALVES * width,), jnp.float32, layout=self.column)
+        self._column = plgpu.ShapeDtypeStruct((self.threads * width,), jnp.float32, layout=self.column)
 
     def load_state(self, ref: Any) -> jax.Array:
         """Columns of a state, [dk, width] of shared memory."""
@@ -46,19 +52,19 @@ class Columns:
         @plgpu.inline_mgpu(arg_types=(REF,), return_type=self._state)
         def load(ctx: Any, ref: Any) -> FragmentedArray:
             del ctx
-            places = [memref.load(ref, [row, column]) for column in self._numbers() for row in _rows()]
+            places = [memref.load(ref, [row, column]) for column in self._columns() for row in self._rows()]
             return array_of(places, self.state)
 
         array: jax.Array = load(ref)
         return array
 
     def store_state(self, state: jax.Array, ref: Any) -> None:
-        """Write columns of a state to global memory [dk, width]; a warp writes 64 bytes of two rows."""
+        """Write columns of a state to global memory [dk, width]; a warp writes whole sectors."""
 
         @plgpu.inline_mgpu(arg_types=(self.state, REF))
         def store(ctx: Any, state: FragmentedArray, ref: Any) -> None:
             del ctx
-            places = [(row, column) for column in self._numbers() for row in _rows()]
+            places = [(row, column) for column in self._columns() for row in self._rows()]
             for place, register in zip(places, state.registers.flat, strict=True):
                 memref.store(first_of(register), ref, list(place))
 
@@ -70,7 +76,7 @@ class Columns:
         @plgpu.inline_mgpu(arg_types=(REF,), return_type=self._column)
         def load(ctx: Any, ref: Any) -> FragmentedArray:
             del ctx
-            f32, values = ir.F32Type.get(), [memref.load(ref, [column]) for column in self._numbers()]
+            f32, values = ir.F32Type.get(), [memref.load(ref, [column]) for column in self._columns()]
             return array_of([x if x.type == f32 else arith.extf(f32, x) for x in values], self.column)
 
         array: jax.Array = load(ref)
@@ -83,7 +89,7 @@ class Columns:
         def store(ctx: Any, values: FragmentedArray, ref: Any) -> None:
             del ctx
             dtype = ir.MemRefType(ref.type).element_type
-            for column, register in zip(self._numbers(), values.registers.flat, strict=True):
+            for column, register in zip(self._columns(), values.registers.flat, strict=True):
                 value = first_of(register)
                 memref.store(value if dtype == value.type else arith.truncf(dtype, value), ref, [column])
 
@@ -95,10 +101,10 @@ class Columns:
         @plgpu.inline_mgpu(arg_types=(self.state, REF), return_type=self._column)
         def project(ctx: Any, state: FragmentedArray, key: Any) -> FragmentedArray:
             del ctx
-            sums = [_Sums() for _ in range(self.sets)]
-            for row, number in enumerate(_numbers(key)):
+            sums = [self._sum() for _ in range(self.sets)]
+            for row, number in enumerate(self._numbers(key)):
                 for j, total in enumerate(sums):
-                    total.add(row, number, first_of(state.registers.flat[j * COLUMNS + row]))
+                    total.add(row, number, first_of(state.registers.flat[j * self.rows + row]))
             return array_of([total.total() for total in sums], self.column)
 
         array: jax.Array = project(state, key)
@@ -133,11 +139,11 @@ class Columns:
             factor = decay.registers.item()
             factor = first_of(factor) if isinstance(factor.type, ir.VectorType) else factor
             added = [first_of(register) for register in delta.registers.flat]
-            outputs, products = ([_Sums() for _ in added] for _ in range(2))
+            outputs, products = ([self._sum() for _ in added] for _ in range(2))
             new: list[Any] = [None] * state.registers.size
-            for row, numbers in enumerate(zip(*map(_numbers, refs), strict=True)):
+            for row, numbers in enumerate(zip(*map(self._numbers, refs), strict=True)):
                 for j, written in enumerate(added):
-                    at = j * COLUMNS + row
+                    at = j * self.rows + row
                     new[at] = math.fma(numbers[0], written, arith.mulf(first_of(state.registers.flat[at]), factor))
                     products[j].add(row, numbers[1], new[at])
                     for number in numbers[2:]:
@@ -148,7 +154,18 @@ class Columns:
         arrays: tuple[jax.Array, jax.Array, jax.Array] = write(state, decay, delta, *refs)
         return arrays
 
-    def _numbers(self) -> list[Any]:
+    def _sum(self) -> _Sums:
+        return _Sums(self.sums, self.threads)
+
+    def _rows(self) -> list[Any]:
+        """The thread's rows of a state."""
+        return _rows()
+
+    def _numbers(self, ref: Any) -> Iterator[Any]:
+        """The thread's numbers of a row [dk] of shared memory."""
+        return _numbers(ref)
+
+    def _columns(self) -> list[Any]:
         """The thread's columns."""
         first = divided(thread(), HALVES)
         return [arith.addi(first, index_of(j * COLUMNS)) for j in range(self.sets)]
@@ -157,18 +174,24 @@ class Columns:
 class _Sums:
     """A sum over the rows of a column, in parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: int, threads: int) -> None:
         zero = utils.c(0.0, ir.F32Type.get())
-        self._parts = [zero] * SUMS
+        self._parts, self._threads = [zero] * parts, threads
 
     def add(self, row: int, left: Any, right: Any) -> None:
-        self._parts[row % SUMS] = math.fma(left, right, self._parts[row % SUMS])
+        part = row % len(self._parts)
+        self._parts[part] = math.fma(left, right, self._parts[part])
 
     def total(self) -> Any:
-        """The sum over both threads of the column: both add the same two numbers."""
-        first, second, third, fourth = self._parts
-        half = arith.addf(arith.addf(first, second), arith.addf(third, fourth))
-        return arith.addf(half, utils.shfl_bfly(half, 1))
+        """The sum over all threads of the column: its order is the same for two and for four threads."""
+        parts, distance = self._parts, 1
+        while len(parts) > 1:
+            parts = [arith.addf(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+        [total] = parts
+        while distance < self._threads:
+            total = arith.addf(total, utils.shfl_bfly(total, distance))
+            distance *= 2
+        return total
 
 
 def _rows() -> list[Any]:

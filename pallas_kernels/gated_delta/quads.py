@@ -28,102 +28,31 @@ from pallas_kernels.gated_delta.pairs import TOKENS
 QUAD = 4  # threads that share columns, neighbours in a warp
 PAIR = 2  # columns of a thread, 8 apart; and rows that lie beside each other in it
 SPAN = QUAD * PAIR  # rows of a quad by one instruction
-ROWS = SIZE // QUAD  # of a column, a thread
 HALF = SIZE // 2  # rows of a product: 128 bytes of bfloat16, the width of a tile of shared memory
 
 
-class Quads:
+class Quads(by_columns.Columns):
     """What a warpgroup does with 64 columns of a state; arrays that it passes around are containers.
 
     Register ``32 c + 2 j + i`` of a state is row ``8 j + 2 q + i`` of column c of the thread, q being its place in the
     quad; register c of a value a column is that of its column c.
     """
 
+    threads = QUAD
+    sums = PAIR
+
     def __init__(self) -> None:
-        self.state = plgpu.Layout.WG_STRIDED((SIZE, COLUMNS), vec_size=1)
-        self.column = plgpu.Layout.WG_STRIDED((QUAD * COLUMNS,), vec_size=1)
-        self._state = plgpu.ShapeDtypeStruct((SIZE, COLUMNS), jnp.float32, layout=self.state)
-        self._column = plgpu.ShapeDtypeStruct((QUAD * COLUMNS,), jnp.float32, layout=self.column)
+        super().__init__(COLUMNS)
 
-    def load_state(self, ref: Any) -> jax.Array:
-        """Columns of a state, [dk, 64] of shared memory."""
+    def _rows(self) -> list[Any]:
+        first = arith.muli(_place(), by_columns.index_of(PAIR))
+        return [arith.addi(first, by_columns.index_of(SPAN * j + i)) for j in range(SIZE // SPAN) for i in range(PAIR)]
 
-        @plgpu.inline_mgpu(arg_types=(REF,), return_type=self._state)
-        def load(ctx: Any, ref: Any) -> FragmentedArray:
-            del ctx
-            places = [memref.load(ref, [row, column]) for column in _columns() for row in _rows()]
-            return by_columns.array_of(places, self.state)
+    def _numbers(self, ref: Any) -> Iterator[Any]:
+        return by_columns.numbers_of(ref, arith.muli(_place(), by_columns.index_of(PAIR)), PAIR, SPAN)
 
-        array: jax.Array = load(ref)
-        return array
-
-    def store_state(self, state: jax.Array, ref: Any) -> None:
-        """Write columns of a state to global memory [dk, 64]; a warp writes 32 bytes of four rows."""
-
-        @plgpu.inline_mgpu(arg_types=(self.state, REF))
-        def store(ctx: Any, state: FragmentedArray, ref: Any) -> None:
-            del ctx
-            places = [(row, column) for column in _columns() for row in _rows()]
-            for place, register in zip(places, state.registers.flat, strict=True):
-                memref.store(by_columns.first_of(register), ref, list(place))
-
-        store(state, ref)
-
-    def load_column(self, ref: Any) -> jax.Array:
-        """A value a column, [64] of shared memory, in float32."""
-
-        @plgpu.inline_mgpu(arg_types=(REF,), return_type=self._column)
-        def load(ctx: Any, ref: Any) -> FragmentedArray:
-            del ctx
-            f32, values = ir.F32Type.get(), [memref.load(ref, [column]) for column in _columns()]
-            return by_columns.array_of([x if x.type == f32 else arith.extf(f32, x) for x in values], self.column)
-
-        array: jax.Array = load(ref)
-        return array
-
-    def projected(self, state: jax.Array, key: Any) -> jax.Array:
-        """The product of each column with a key [dk] in shared memory."""
-
-        @plgpu.inline_mgpu(arg_types=(self.state, REF), return_type=self._column)
-        def project(ctx: Any, state: FragmentedArray, key: Any) -> FragmentedArray:
-            del ctx
-            sums = [_Sums() for _ in range(PAIR)]
-            for row, number in enumerate(_numbers(key)):
-                for c, total in enumerate(sums):
-                    total.add(row, number, by_columns.first_of(state.registers.flat[c * ROWS + row]))
-            return by_columns.array_of([total.total() for total in sums], self.column)
-
-        array: jax.Array = project(state, key)
-        return array
-
-    def written(
-        self, state: jax.Array, decay: jax.Array, delta: jax.Array, key: Any, query: None, following: Any
-    ) -> tuple[jax.Array, None, jax.Array]:
-        """Write a token to a state, as `columns.Columns.written`, without a query."""
-        del query
-
-        @plgpu.inline_mgpu(
-            arg_types=(self.state, SCALAR, self.column, REF, REF), return_type=(self._state, self._column)
-        )
-        def write(
-            ctx: Any, state: FragmentedArray, decay: FragmentedArray, delta: FragmentedArray, key: Any, following: Any
-        ) -> tuple[FragmentedArray, FragmentedArray]:
-            del ctx
-            factor = decay.registers.item()
-            factor = by_columns.first_of(factor) if isinstance(factor.type, ir.VectorType) else factor
-            sums = [_Sums() for _ in range(PAIR)]
-            new: list[Any] = [None] * state.registers.size
-            for row, (number, next_number) in enumerate(zip(_numbers(key), _numbers(following), strict=True)):
-                for c, register in enumerate(delta.registers.flat):
-                    at = c * ROWS + row
-                    kept = arith.mulf(by_columns.first_of(state.registers.flat[at]), factor)
-                    new[at] = math.fma(number, by_columns.first_of(register), kept)
-                    sums[c].add(row, next_number, new[at])
-            products = by_columns.array_of([total.total() for total in sums], self.column)
-            return by_columns.array_of(new, self.state), products
-
-        after, product = write(state, decay, delta, key, following)
-        return after, None, product
+    def _columns(self) -> list[Any]:
+        return _columns()
 
     def products(self, state: jax.Array, vectors: Any, rest: Any) -> jax.Array:
         """Products of the columns with vectors [N, dk] in two bfloat16 in shared memory: [64, N] in wgmma's layout."""
@@ -155,7 +84,7 @@ class Quads:
             for part, (rounded, left) in enumerate(zip(parts[:2], parts[2:], strict=True)):
                 for n, index in enumerate(np.ndindex(shape)):
                     j, c = divmod(n, PAIR)  # tiles of 8 rows of S, each of two columns
-                    at = c * ROWS + PAIR * (part * HALF // SPAN + j)
+                    at = c * self.rows + PAIR * (part * HALF // SPAN + j)
                     pair: Any = vector.from_elements(wide, values[at : at + PAIR])
                     in_16: Any = arith.truncf(narrow, pair)
                     rounded[index] = in_16
@@ -273,41 +202,12 @@ def _of_quad(value: Any, place: int) -> Any:
     return llvm.inline_asm(ir.F32Type.get(), [value], text, "=f,f", has_side_effects=True)
 
 
-class _Sums:
-    """A sum over the rows of a column, in the order of `columns`."""
-
-    def __init__(self) -> None:
-        zero = utils.c(0.0, ir.F32Type.get())
-        self._parts = [zero] * PAIR
-
-    def add(self, row: int, left: Any, right: Any) -> None:
-        self._parts[row % PAIR] = math.fma(left, right, self._parts[row % PAIR])
-
-    def total(self) -> Any:
-        """The sum over the quad."""
-        total = arith.addf(*self._parts)
-        for distance in (1, 2):
-            total = arith.addf(total, utils.shfl_bfly(total, distance))
-        return total
-
-
-def _rows() -> list[Any]:
-    """The thread's rows of a state."""
-    first = arith.muli(_place(), by_columns.index_of(PAIR))
-    return [arith.addi(first, by_columns.index_of(SPAN * j + i)) for j in range(SIZE // SPAN) for i in range(PAIR)]
-
-
 def _columns() -> list[Any]:
     """The thread's columns: each warp has 16, of which a quad has two that are 8 apart."""
     thread = by_columns.thread()
     warp, quad = by_columns.divided(thread, 32), by_columns.divided(arith.remui(thread, by_columns.index_of(32)), QUAD)
     first = arith.addi(arith.muli(warp, by_columns.index_of(16)), quad)
     return [first, arith.addi(first, by_columns.index_of(8))]
-
-
-def _numbers(ref: Any) -> Any:
-    """The thread's numbers of a row [dk] of shared memory."""
-    return by_columns.numbers_of(ref, arith.muli(_place(), by_columns.index_of(PAIR)), PAIR, SPAN)
 
 
 def _place() -> Any:
