@@ -92,7 +92,12 @@ def _count(ids: Any, rank: Any, counts: Any) -> None:
 
 
 def _added_up(counts: Int[Array, "chunks X"], *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """Of each chunk and expert, how many pairs come in the chunks before, and of each expert, how many there are."""
+    """Add up the counts of `_counted` along the chunks.
+
+    Returns:
+        For each chunk and expert, the number of the expert's pairs in earlier chunks, [chunks, X]; and for each expert,
+        the number of its pairs, [X].
+    """
     experts = counts.shape[1]
     before, total = _compat.triton_call(
         _add_up,
