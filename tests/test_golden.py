@@ -81,7 +81,10 @@ def test_outputs_and_acceptance_match_reference(name, options):
     assert_matches_reference(golden_llm(name).generate(prompts, greedy(80, **options)), cases)
 
 
-@pytest.mark.parametrize(("name", "devices"), [("q35_int4_autoround", 1), ("q35_fp8_block", 2)])
+TWO = pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+
+
+@pytest.mark.parametrize(("name", "devices"), [("q35_int4_autoround", 1), pytest.param("q35_fp8_block", 2, marks=TWO)])
 def test_quantised_targets_answer_as_the_reference(name, devices):
     """`test_hybrid.py` has the answers of q35_dense."""
     cases = golden_cases(name)
