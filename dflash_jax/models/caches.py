@@ -62,6 +62,24 @@ class KVCache(Protocol):
 
 
 @runtime_checkable
+class EvenCache(KVCache, Protocol):
+    """A `KVCache` that may keep all layers at equal distances, so that a program can compute where one lies."""
+
+    @property
+    def is_even(self) -> bool:
+        """Whether layers lie so."""
+        ...
+
+    def one_layer(self, layer: Int[Array, ""]) -> KVCache:
+        """The cache as layer `layer` sees it: it is layer 0 there."""
+        ...
+
+    def with_layer(self, one: KVCache) -> EvenCache:
+        """Take over what a layer has written to its own cache (`one_layer`)."""
+        ...
+
+
+@runtime_checkable
 class ContextCache(KVCache, Protocol):
     """The `KVCache` of a drafter."""
 

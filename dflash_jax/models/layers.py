@@ -6,8 +6,6 @@ cache and returns the updated one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
@@ -17,13 +15,12 @@ from dflash_jax.models.mixers.gated_delta import GatedDeltaNet
 from dflash_jax.models.mlp.dense import MLP
 from dflash_jax.models.mlp.experts import SparseMLP
 from dflash_jax.models.projections import project_add_norm
-from dflash_jax.models.rope import Rope, rope_tables
+from dflash_jax.models.rope import Rope
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.spec import DecoderConfig, Dense
 from dflash_jax.weights.formats.protocol import QuantizedRows
 from dflash_jax.weights.parameters import declare
 from dflash_jax.weights.tables import norms_table
-from pallas_kernels.lib.norm import rms_norm
 
 
 class DecoderLayer(nn.Module):
@@ -112,27 +109,3 @@ class DecoderLayer(nn.Module):
         bias, eps = weights.get(f"{name}_bias"), self.config.rms_norm_eps
         x, h = project_add_norm(x, heads, weights[name], bias, norm, eps, self.devices)
         return self.mlp(x, h, next_norm, positions >= 0)
-
-
-def run_layers(
-    config: DecoderConfig,
-    layers: Sequence[DecoderLayer],
-    x: Float[Array, "B T D"],
-    last_norm: Float[Array, " D"],
-    positions: Int[Array, "B T"],
-    cache: KVCache,
-) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"] | QuantizedRows, KVCache]:
-    """Run the first layers of a model over embeddings x; `last_norm` is the weight of the norm after them.
-
-    Returns:
-        The residual stream after each layer; the final hidden states, normed; the updated cache.
-    """
-    rope = rope_tables(config, positions)
-    kv_length = positions.max(axis=1) + 1
-    first, *rest = [*(layer.norms["input_layernorm"] for layer in layers), last_norm]
-    h: Array | QuantizedRows = rms_norm(x, first, config.rms_norm_eps)
-    outputs = []
-    for layer, next_norm in zip(layers, rest, strict=True):
-        x, h, cache = layer(x, h, next_norm, rope, positions, kv_length, cache)
-        outputs.append(x)
-    return outputs, h, cache

@@ -11,10 +11,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_jax.models.caches import KVCache
-from dflash_jax.models.layers import DecoderLayer, run_layers
+from dflash_jax.models.layers import DecoderLayer
 from dflash_jax.models.mixers.attention import Queries
 from dflash_jax.models.projections import likeliest_product
 from dflash_jax.models.rope import rope_tables
+from dflash_jax.models.run import run_layers
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices, look_up
 from dflash_jax.spec import TargetConfig
 from dflash_jax.weights.formats.protocol import Weight, plain
@@ -60,9 +61,9 @@ class TargetModel(nn.Module):
             updated cache.
         """
         x = self.embed(tokens)
-        outputs, hidden, cache = run_layers(self.config, self.layers, x, self.weights["norm"], positions, cache)
-        last = plain(hidden, "the head of a target")
-        return last, _side_by_side(x, [*outputs[:-1], last], taps), cache
+        ran = run_layers(self.config, self.layers, x, self.weights["norm"], positions, cache, taps)
+        last = plain(ran.hidden, "the head of a target")
+        return last, _side_by_side(x, ran.captured | {len(self.layers) - 1: last}, taps), ran.cache
 
     def prefill(
         self,
@@ -92,17 +93,17 @@ class TargetModel(nn.Module):
             hidden, features, cache = self(tokens, positions, cache, taps)
             return _row(hidden, end), features, hidden, cache
         x = self.embed(tokens)
-        outputs, h, cache = run_layers(self.config, layers, x, last.norms["input_layernorm"], positions, cache)
-        before = [x, *outputs][-1]
+        first_norm = last.norms["input_layernorm"]
+        before, captured, h, cache = run_layers(self.config, layers, x, first_norm, positions, cache, taps)
         queries, cache = last.write(h, rope_tables(self.config, positions), positions, cache)
         norm, kv_length = self.weights["norm"], positions.max(axis=1) + 1
         if last.index in taps:
             _, after = last.attend(before, queries, norm, positions, kv_length, cache)
             hidden = plain(after, "the head of a target")
-            return _row(hidden, end), _side_by_side(x, [*outputs, hidden], taps), before, cache
+            return _row(hidden, end), _side_by_side(x, captured | {last.index: hidden}, taps), before, cache
         lone = jax.tree.map(lambda array: _row(array, end), queries)
         _, after = last.attend(_row(before, end), lone, norm, _row(positions, end), kv_length, cache)
-        return plain(after, "the head of a target"), _side_by_side(x, outputs, taps), before, cache
+        return plain(after, "the head of a target"), _side_by_side(x, captured, taps), before, cache
 
     def finish(
         self, before: Float[Array, "B T D"], positions: Int[Array, "B T"], cache: KVCache
@@ -155,7 +156,7 @@ class TargetModel(nn.Module):
 
 
 def _side_by_side(
-    x: Float[Array, "B T D"], outputs: list[Float[Array, "B T D"]], taps: tuple[int, ...]
+    x: Float[Array, "B T D"], outputs: dict[int, Float[Array, "B T D"]], taps: tuple[int, ...]
 ) -> Float[Array, "B T C"]:
     """Outputs of the capture layers side by side; C is 0 without any."""
     return jnp.concatenate([x[..., :0], *(outputs[i] for i in taps)], axis=-1)

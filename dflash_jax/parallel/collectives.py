@@ -45,6 +45,11 @@ class Devices:
         return self.mesh is not None and self.mesh.size == 1
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether one CPU runs the layers: XLA compiles every kernel of a program by itself there."""
+        return self.mesh is not None and self.mesh.size == 1 and self.mesh.platform == "cpu"
+
+    @property
     def implementation(self) -> Literal["reference"] | None:
         """The implementation of kernels that is asked for; None lets each kernel choose the fastest."""
         return None if self.has_kernels else "reference"

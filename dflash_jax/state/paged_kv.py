@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
     group: int
     pool: int
-    first_page: int
+    first_page: int | Int[Array, ""]
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +47,7 @@ class PagedKVCache:
         tables: for each group, the page of every S positions of B sequences; a negative entry keeps nothing.
         valid_from: for each group, the first position of each sequence that is kept.
         places: where each layer keeps its pages; None for a layer without keys and values.
+        offset: added to the first page of each layer; None is 0.
         mesh: devices; kv heads are split over its axis `tp` where they divide evenly.
     """
 
@@ -58,6 +59,7 @@ class PagedKVCache:
     tables: tuple[Int[Array, "B M"], ...] = ()
     valid_from: tuple[Int[Array, " B"], ...] = ()
     places: tuple[Place | None, ...] = field(default=(), metadata={"static": True})
+    offset: Int[Array, ""] | None = field(default=None, kw_only=True)
     mesh: Mesh = field(kw_only=True, metadata={"static": True})
 
     @jax.named_scope("write_kv")  # profiles tell the cache's work from that of layers by these names
@@ -90,7 +92,7 @@ class PagedKVCache:
         first_pages: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
         for layer in range(len(self.places)):
             place = self._place(layer)
-            first_pages[place.group, place.pool][layer] = place.first_page
+            first_pages[place.group, place.pool][layer] = int(place.first_page)
         specs = (_POOL, _POOL, _HEADS, *[PartitionSpec()] * 3, *[PartitionSpec(None, "tp")] * 3)
         keys, values = list(self.keys), list(self.values)
         for (group, i), of_layers in first_pages.items():
@@ -135,6 +137,29 @@ class PagedKVCache:
         out, *pools = both(*self._pools(layer), heads, slots, rotary, *tables, *scales, rounding)
         return out, self._with_pools(layer, *pools)
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all layers keep keys and values in one pool, at equal distances."""
+        first, second, *_ = *self.places, None, None
+        if first is None or second is None:
+            return False
+        step = second.first_page - first.first_page
+        return all(
+            place == first._replace(first_page=first.first_page + i * step) for i, place in enumerate(self.places)
+        )
+
+    def one_layer(self, layer: Int[Array, ""]) -> PagedKVCache:
+        """The cache as one layer sees it, of those that lie at equal distances."""
+        first, second = self._place(0), self._place(1)
+        scales = (self.k_scale, self.v_scale, self.k_rounding)
+        k_scale, v_scale, k_rounding = jax.tree.map(lambda array: array[layer][None], scales)
+        of_layer = {"k_scale": k_scale, "v_scale": v_scale, "k_rounding": k_rounding, "places": (first,)}
+        return replace(self, **of_layer, offset=layer * (second.first_page - first.first_page))
+
+    def with_layer(self, one: PagedKVCache) -> PagedKVCache:
+        """Take over the pools of `one_layer` after a step."""
+        return replace(self, keys=one.keys, values=one.values)
+
     def _tables(self, layer: int, positions: Int[Array, "B T"], kv_length: Int[Array, " B"]) -> tuple[Array, ...]:
         """Page table, lengths of context and of queries, and first kept position of the layer's group."""
         group, _, first_page = self._place(layer)
@@ -144,7 +169,7 @@ class PagedKVCache:
     def _place(self, layer: int) -> Place:
         place = self.places[layer]
         assert place is not None
-        return place
+        return place if self.offset is None else place._replace(first_page=place.first_page + self.offset)
 
     def _pools(self, layer: int) -> tuple[Float[Array, "_ K S H"] | Int4Pages, Float[Array, "_ K S H"] | Int4Pages]:
         """A layer's pools of keys and of values."""

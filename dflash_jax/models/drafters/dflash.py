@@ -11,9 +11,10 @@ import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.caches import ContextCache, KVCache
-from dflash_jax.models.layers import DecoderLayer, run_layers
+from dflash_jax.models.layers import DecoderLayer
 from dflash_jax.models.projections import likeliest_product, project_whole
 from dflash_jax.models.rope import rope_tables
+from dflash_jax.models.run import run_layers
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.spec import DraftConfig
 from dflash_jax.weights.formats.fp8 import CONTEXT
@@ -73,8 +74,8 @@ class DraftModel(nn.Module):
             positions: n..n+G-1, int32, where n is the length of the context; rows of idle sequences are negative.
             cache: the drafter's, with context at positions 0..n-1.
         """
-        _, hidden, cache = run_layers(self.config, self.layers, block, self.weights["norm"], positions, cache)
-        return hidden, cache
+        ran = run_layers(self.config, self.layers, block, self.weights["norm"], positions, cache)
+        return ran.hidden, ran.cache
 
     def tokens(
         self,
