@@ -28,6 +28,9 @@ from dflash_jax.parallel.platform import folder_of_programs
 COMPILED = "/jax/core/compile/backend_compile_duration"  # event of jax.monitoring, one for each program
 MAPS_OF_ONE = 1024  # memory maps that compiling one program may take; the embedded pair's take up to 600
 AT_ONCE = 8  # programs that are compiled at a time where maps are few
+# XLA compiles a program for CPUs in two threads. On two cores all 41 programs of the embedded pair take 81 s one at a
+# time, 91 s two at a time: threads that wait for the others' cores spin.
+CORES_OF_ONE = 2
 DROPPED_AT_ONCE = 8  # programs, before the maps are counted again
 WORKERS = 2  # threads that compile beside an engine
 NICENESS = 19  # of these threads: running streams come first
@@ -79,7 +82,7 @@ class Programs:
         self._compilers: ThreadPoolExecutor | None = None
         self._at_once = os.cpu_count() or 1
         if limit is not None:
-            self._at_once = min(self._at_once, AT_ONCE)
+            self._at_once = max(1, min(self._at_once // CORES_OF_ONE, AT_ONCE))
         self.num_dropped = 0
         self.has_streams = False
 
@@ -186,7 +189,7 @@ class Programs:
             self._programs.clear()
 
     def _most_working(self) -> int:
-        return 1 if self.has_streams else WORKERS
+        return 1 if self.has_streams else min(WORKERS, self._at_once)
 
     def _submit(self) -> None:
         """Have a worker compile the next program; with one job a program, the process's exit waits for few."""
