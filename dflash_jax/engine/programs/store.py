@@ -28,8 +28,8 @@ from dflash_jax.parallel.platform import folder_of_programs
 COMPILED = "/jax/core/compile/backend_compile_duration"  # event of jax.monitoring, one for each program
 MAPS_OF_ONE = 1024  # memory maps that compiling one program may take; the embedded pair's take up to 600
 AT_ONCE = 8  # programs that are compiled at a time where maps are few
-# XLA compiles a program for CPUs in two threads. On two cores all 41 programs of the embedded pair take 81 s one at a
-# time, 91 s two at a time: threads that wait for the others' cores spin.
+# XLA compiles a program for CPUs in two threads. On two cores all 41 programs of the embedded pair took 81 s one at
+# a time, 91 s two at a time, and a third more of the cores' time.
 CORES_OF_ONE = 2
 DROPPED_AT_ONCE = 8  # programs, before the maps are counted again
 WORKERS = 2  # threads that compile beside an engine
