@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
@@ -117,7 +118,7 @@ def gate_up_product(grouped: Grouped, weight: Float[Array, "X 2 M D"], tile: Til
 
     scratch = products.ring(plan, x.dtype) | {"out_s": tiled((tile.consumers, ROWS, units), x.dtype, row=M)}
     output = _compat.out_like((len(x), M), x.dtype, x)
-    operands = x, weight, grouped.expert, grouped.used
+    operands = x, weight, grouped.expert, grouped.band, grouped.length, grouped.used
     (hidden,) = products.launch(experts_gate_up_kernel, plan, [output], scratch, copies=2)(*operands)
     (hidden, *_) = _compat.vary_alike(hidden, *operands)  # Mosaic does not mark its outputs as varying
     return hidden
@@ -136,13 +137,15 @@ def down_product(
 
     scratch = products.ring(plan, dtype) | {"out_s": tiled((tile.consumers, ROWS, tile.columns), dtype, row=D)}
     output = _compat.out_like((len(hidden), D), dtype, hidden)
-    operands = hidden, weight, grouped.expert, grouped.rows, grouped.used
+    operands = hidden, weight, grouped.expert, grouped.rows, grouped.band, grouped.length, grouped.used
     (parts,) = products.launch(experts_down_kernel, plan, [output], scratch, copies=1)(*operands)
     (parts, *_) = _compat.vary_alike(parts, *operands)
     return parts
 
 
-def _gate_up(x: Any, weight: Any, expert_of: Any, count: Any, hidden: Any, *, plan: Plan, **s: Any) -> None:
+def _gate_up(
+    x: Any, weight: Any, expert_of: Any, band: Any, length: Any, count: Any, hidden: Any, *, plan: Plan, **s: Any
+) -> None:
     """The body of one CTA; ``s`` is its scratch."""
     units = plan.tile.columns // 2
 
@@ -165,11 +168,22 @@ def _gate_up(x: Any, weight: Any, expert_of: Any, count: Any, hidden: Any, *, pl
         gate, up = (rounded[:, half * units :][:, :units].astype(jnp.float32) for half in range(2))
         _write((gate / (1 + jnp.exp(-gate)) * up).astype(hidden.dtype), hidden, (block, piece, me), s)
 
-    products.multiply(plan, fetch, finish, s, count[0] * plan.tile.rows)
+    place = functools.partial(_place, plan, band, length)
+    products.multiply(plan, fetch, finish, s, count[0] * plan.tile.rows, place=place)
 
 
 def _down(
-    hidden: Any, weight: Any, expert_of: Any, rows_of: Any, count: Any, parts: Any, *, plan: Plan, **s: Any
+    hidden: Any,
+    weight: Any,
+    expert_of: Any,
+    rows_of: Any,
+    band: Any,
+    length: Any,
+    count: Any,
+    parts: Any,
+    *,
+    plan: Plan,
+    **s: Any,
 ) -> None:
     """The body of one CTA; ``s`` is its scratch."""
     columns = plan.tile.columns
@@ -188,7 +202,20 @@ def _down(
         del i
         _write(values.astype(parts.dtype), parts, (block, piece, me), s)
 
-    products.multiply(plan, fetch, finish, s, count[0] * plan.tile.rows, lambda block: rows_of[block])
+    place = functools.partial(_place, plan, band, length)
+    products.multiply(plan, fetch, finish, s, count[0] * plan.tile.rows, lambda block: rows_of[block], place)
+
+
+def _place(plan: Plan, band_of: Any, length_of: Any, i: Any, blocks: Any) -> tuple[Any, Any]:
+    """Block and piece of tile i: all pieces with one band of an expert's blocks, then all pieces with the next band.
+
+    Tiles that read the same weights come right after each other: gate_up takes 2 % less time than with bands across
+    experts (35B and 122B, H200), down up to 3 %. Tile i is of the band of block i // pieces.
+    """
+    near = lax.div(i, jnp.int32(plan.pieces))
+    begin, length = band_of[near], length_of[near]
+    rest = i - begin * plan.pieces
+    return begin + lax.rem(rest, length), lax.div(rest, length)
 
 
 def _expert(expert_of: Any, block: Any, weight: Any) -> Any:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
 from pallas_kernels.experts.sort import MOST_ROWS, block_count
+from pallas_kernels.lib.products import BAND
 
 _CHUNK = 64  # pairs that a program compares with each other
 _EXPERTS = 2  # whose chunks a program adds up
@@ -32,6 +33,8 @@ class Grouped(NamedTuple):
         x: rows of the blocks, one after the other; what lies behind a block's pairs means nothing.
         expert: of each block; one out of range is of a block without pairs, so that any expert will do.
         rows: of each block that are of a pair.
+        band: first block of each block's band: at most 8 blocks in a row of one expert.
+        length: of each block's band.
         used: number of blocks, [1]; what lies behind them means nothing.
         place: row of each pair [T, k] among those of all blocks; anything for a skipped pair.
     """
@@ -39,6 +42,8 @@ class Grouped(NamedTuple):
     x: Float[Array, "R D"]
     expert: Int[Array, " C"]
     rows: Int[Array, " C"]
+    band: Int[Array, " C"]
+    length: Int[Array, " C"]
     used: Int[Array, "1"]
     place: Int[Array, "T k"]
 
@@ -52,10 +57,10 @@ def group(x: Float[Array, "T D"], chosen: Int[Array, "T k"], experts: int, *, in
     ids = chosen.reshape(-1)
     rank, counts = _counted(ids, experts, interpret=interpret)
     before, total = _added_up(counts, interpret=interpret)
-    base, expert, rows, used = _cut(total, block_count(len(ids), experts, MOST_ROWS), interpret=interpret)
-    places = rank, before, base
-    copied, place = _copied(x, chosen, places, len(expert) * MOST_ROWS, interpret=interpret)
-    return Grouped(copied, expert, rows, used, place)
+    blocks = block_count(len(ids), experts, MOST_ROWS)
+    base, expert, rows, band, length, used = _cut(total, blocks, interpret=interpret)
+    copied, place = _copied(x, chosen, (rank, before, base), blocks * MOST_ROWS, interpret=interpret)
+    return Grouped(copied, expert, rows, band, length, used, place)
 
 
 def _counted(ids: Int[Array, " P"], experts: int, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
@@ -122,26 +127,27 @@ def _add_up(counts: Any, before: Any, total: Any) -> None:
     pltriton.store(total.at[expert.reshape(-1)], jnp.sum(counted, axis=0), mask=expert.reshape(-1) < experts)
 
 
-def _cut(total: Int[Array, " X"], blocks: int, *, interpret: bool) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def _cut(total: Int[Array, " X"], blocks: int, *, interpret: bool) -> tuple[jax.Array, ...]:
     """Cut each expert's pairs into blocks.
 
     Returns:
-        The row of each expert's first pair, [X]; and expert, rows and used of ``Grouped``.
+        The row of each expert's first pair, [X]; and expert, rows, band, length and used of ``Grouped``.
     """
     experts = len(total)
-    base, expert, rows, used = _compat.triton_call(
+    shapes = (experts,), *[(blocks,)] * 4, (1,)
+    cut: list[jax.Array] = _compat.triton_call(
         _cut_expert,
         grid=(experts,),
-        out_shape=[_compat.out_like(shape, jnp.int32, total) for shape in ((experts,), (blocks,), (blocks,), (1,))],
+        out_shape=[_compat.out_like(shape, jnp.int32, total) for shape in shapes],
         num_warps=4,
         num_stages=1,
         interpret=interpret,
         name="experts_cut",
     )(total)
-    return base, expert, rows, used
+    return tuple(cut)
 
 
-def _cut_expert(total: Any, base: Any, expert_of: Any, rows_of: Any, used: Any) -> None:
+def _cut_expert(total: Any, base: Any, expert_of: Any, rows_of: Any, band_of: Any, length_of: Any, used: Any) -> None:
     """One program: the blocks of an expert; the last expert's program writes those without pairs, too."""
     expert, [experts] = pl.program_id(0), total.shape
     other = jnp.arange(pl.next_power_of_2(experts), dtype=jnp.int32)
@@ -155,6 +161,9 @@ def _cut_expert(total: Any, base: Any, expert_of: Any, rows_of: Any, used: Any) 
         rows = mine - (block - begin) * MOST_ROWS
         expert_of[block] = jnp.where(rows > 0, expert, jnp.int32(experts))
         rows_of[block] = jnp.clip(rows, 0, MOST_ROWS)
+        band = block - lax.rem(block - begin, jnp.int32(BAND))
+        band_of[block] = band
+        length_of[block] = jnp.minimum(end - band, BAND)
 
     is_last = expert == experts - 1
     lax.fori_loop(begin, jnp.where(is_last, jnp.int32(expert_of.shape[0]), end), write, None)

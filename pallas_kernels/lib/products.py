@@ -217,6 +217,7 @@ def multiply(
     s: dict[str, Any],
     length: Any = None,
     rows_of: Callable[[Any], Any] | None = None,
+    place: Callable[[Any, Any], tuple[Any, Any]] | None = None,
 ) -> None:
     """The body of one CTA.
 
@@ -231,7 +232,9 @@ def multiply(
       length: only the first ``length`` rows are needed; None is all.
       rows_of: takes a block, and returns how many of its first rows are needed; None is all. A consumer whose rows are
         not needed leaves the tensor cores to the other one.
+      place: block and piece of a tile, from its number and the number of blocks; None is ``plan.place``.
     """
+    place = place or plan.place
     cta, me, consumers = lax.axis_index("cta"), lax.axis_index("warpgroup"), plan.tile.consumers
     blocks = plan.blocks if length is None else lax.div(length + plan.tile.rows - 1, plan.tile.rows)
     count = pl.cdiv(blocks * plan.pieces - cta, plan.clusters)
@@ -241,7 +244,7 @@ def multiply(
         plgpu.set_max_registers(40, action="decrease")
 
         def produce(i: Any, nothing: None) -> None:
-            block, piece = plan.place(cta + i * plan.clusters, blocks)
+            block, piece = place(cta + i * plan.clusters, blocks)
             _produce(i * plan.steps, plan, fetch(i, block, piece), s)
 
         lax.fori_loop(0, count, produce, None)
@@ -251,7 +254,7 @@ def multiply(
         plgpu.set_max_registers(232, action="increase")
 
         def consume(i: Any, nothing: None) -> None:
-            block, piece = plan.place(cta + i * plan.clusters, blocks)
+            block, piece = place(cta + i * plan.clusters, blocks)
             if rows_of is None:
                 return finish(_consume(i * plan.steps, me, plan, s), i, block, piece, me)
             is_needed = me * (plan.tile.rows // consumers) < rows_of(block)

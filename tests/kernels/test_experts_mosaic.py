@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from pallas_kernels.experts import experts, mosaic, mosaic_rows
 from pallas_kernels.experts.reference import _hidden, _product
+from pallas_kernels.lib import products
 from tests.kernels.cases import BF16, F32, cuda_lowering, error, mesh_of
 from tests.kernels.conftest import ON_GPU
 from tests.kernels.test_experts import QWEN35_35B, QWEN35_122B, SHARDED, expected, routed, shapes
@@ -40,6 +41,25 @@ def test_grouping():
     assert int(grouped.rows[: int(grouped.used[0])].sum()) == np.isin(chosen, range(3)).sum()
     out = mosaic_rows.summed(by_rows(grouped, gate_up, down), grouped.place, chosen, weights, 3)
     assert error(out, expected(x, gate_up, down, chosen, weights)) < 2e-3
+
+
+def test_bands():
+    """An expert of 1,500 pairs has a band of 8 blocks and one of 4; every tile of every block comes once, by bands."""
+    ids = np.random.default_rng(0).permutation(np.repeat([0, 2, 3, 9], [1500, 1, 128, 129]))  # 9 is none of 4
+    cut = functools.partial(mosaic_rows.group, experts=4, interpret=not ON_GPU)
+    grouped = jax.jit(cut)(jnp.zeros((len(ids), 64), BF16), jnp.asarray(ids[:, None], jnp.int32))
+    used, pieces = int(grouped.used[0]), 3
+    assert used == 14
+    np.testing.assert_array_equal(grouped.band[:used], [0] * 8 + [8] * 4 + [12, 13])
+    np.testing.assert_array_equal(grouped.length[:used], [8] * 8 + [4] * 4 + [1, 1])
+    plan = products.Plan(mosaic.gate_up_tile(64), len(grouped.expert), pieces, 1)
+    tiles = jnp.arange(used * pieces, dtype=jnp.int32)
+    place = jax.vmap(functools.partial(mosaic._place, plan, grouped.band, grouped.length), (0, None))
+    block, piece = place(tiles, used)
+    assert len({*zip(block.tolist(), piece.tolist(), strict=True)}) == len(tiles)
+    assert block[:9].tolist() == [*range(8), 0]
+    assert piece[:9].tolist() == [0] * 8 + [1]
+    assert set(block[:24].tolist()) == set(range(8))
 
 
 @pytest.mark.gpu
