@@ -79,11 +79,14 @@ class Runner:
         (self.clone / "prompts.jsonl").write_text("".join(prompts))
 
     def environment(self, port: int) -> dict[str, str]:
-        """The environment of every command: this interpreter, the clone's packages, no Hub, no variables of `make`."""
+        """The environment of every command: this interpreter, the clone's packages, no Hub, no variables of `make`.
+
+        The caller's PYTHONPATH comes last, since `fetch` leaves out what is found there.
+        """
         kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
         return kept | {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-            "PYTHONPATH": f"{self.clone}{os.pathsep}{self.packages}",
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(self.clone), str(self.packages), kept.get("PYTHONPATH")))),
             "HF_HUB_OFFLINE": "1",
             "DFLASH_CACHE_DIR": str(self.clone.parent / "cache"),
             "CURL_HOME": str(self.clone.parent),

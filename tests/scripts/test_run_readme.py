@@ -1,5 +1,6 @@
 """Commands of the documents: which are found, which are left out and why, and the report of a run."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -227,6 +228,15 @@ def test_scripts_of_python_run_in_the_clone(runner):
     script = "import mine\nopen('LICENSE'), open(mine.NAME, 'w')\n"
     assert [outcome for outcome, _ in outcomes(runner, f"```python\n{script}```\n").values()] == ["ok"]
     assert (runner.clone / "made").exists()
+
+
+def test_packages_of_the_caller_are_found_behind_the_clone(runner, monkeypatch):
+    """`fetch` leaves out data that this process can import, so commands must find them, too."""
+    monkeypatch.setenv("PYTHONPATH", "/data")
+    paths = runner.environment(0)["PYTHONPATH"].split(os.pathsep)
+    assert paths == [str(runner.clone), str(runner.packages), "/data"]
+    monkeypatch.delenv("PYTHONPATH")
+    assert runner.environment(0)["PYTHONPATH"].split(os.pathsep) == paths[:2]
 
 
 def test_what_takes_too_long_is_killed_with_its_children(runner):
