@@ -248,6 +248,7 @@ def test_rounding_at_load(tmp_path, is_apart):
 
 
 @pytest.mark.parametrize(("quantization", "kind"), [(AUTO, "gptq symmetric"), (FP8, "blocks")], ids=["int4", "fp8"])
+@pytest.mark.usefixtures("fresh_programs")  # threads that compile take memory, too
 def test_loading_holds_one_stack_at_a_time(tmp_path, monkeypatch, quantization, kind):
     sizes = {"num_experts": 32, "moe_intermediate_size": 128, "hidden_size": 256}
     one_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}

@@ -202,6 +202,7 @@ def test_the_tables_fit_the_documents():
 def runner(tmp_path):
     clone = tmp_path / "clone"
     (clone / "dflash_jax").mkdir(parents=True)
+    (clone / "dflash_jax/__init__.py").touch()  # or another dflash_jax in PYTHONPATH comes before it
     (clone / "LICENSE").write_text("x" * 50)
     (clone / "Makefile").write_text("serve:\n\t$(PYTHON) -m dflash_jax.serve $(FLAGS)\n")
     (clone / "dflash_jax/serve.py").write_text(SERVER.format(handler=EXIT, before=""))
