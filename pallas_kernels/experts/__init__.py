@@ -67,7 +67,7 @@ def experts(
       chosen: experts of each token, int32, none twice; a number outside 0..X-1 skips the pair, as for padding.
       weights: of these experts, float32; those of skipped pairs are not used.
       shared: an expert that every token sees, of 16 or few bits like the others or not; None is none.
-      implementation: ``"mosaic"``, for 16 bits, picked on Hopper from 256 pairs an expert on, ``"triton"``, picked on
+      implementation: ``"mosaic"``, for 16 bits, picked on Hopper from 64 pairs an expert on, ``"triton"``, picked on
         NVIDIA GPUs from sm_80 on, with e4m3 from sm_89, or ``"reference"``; None picks the fastest. Only the reference
         can be differentiated.
       interpret: run the Triton kernels in Pallas' interpreter, on any backend (tests).

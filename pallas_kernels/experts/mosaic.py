@@ -21,14 +21,14 @@ from pallas_kernels.experts import mosaic_rows
 from pallas_kernels.experts.mosaic_rows import Grouped
 from pallas_kernels.experts.shared import Shared, output
 from pallas_kernels.experts.sort import MOST_ROWS
-from pallas_kernels.lib import products
+from pallas_kernels.lib import gather, products
 from pallas_kernels.lib.measured import tokens_of
 from pallas_kernels.lib.products import STEP, Plan, Tile
 from pallas_kernels.lib.shared_memory import tiled
 
 WIDTH = STEP // 2  # inputs and outputs come in multiples of it: 16-bit numbers of one step
 ROWS = 64  # of a consumer: those of a wgmma
-PAIRS_AN_EXPERT = 256  # from so many on it was measured: 5 to 10 % faster than the Triton kernels
+PAIRS_AN_EXPERT = 64  # from so many on it was measured: 1 to 2 % faster than the Triton kernels, from 128 on 12 to 16 %
 
 
 class Config(NamedTuple):
@@ -100,25 +100,27 @@ def experts(
     config = config or default_config(M, D)
     operands = (x.reshape(-1, D), gate_up, down, chosen.reshape(-1, k), weights.reshape(-1, k))
     x_rows, gate_up, down, chosen, scales = _compat.vary_alike(*operands)
-    grouped = mosaic_rows.group(x_rows, chosen, X)
-    hidden = gate_up_product(grouped, gate_up, config.gate_up)
+    grouped = mosaic_rows.group(chosen, X)
+    hidden = gate_up_product(x_rows, grouped, gate_up, config.gate_up)
     parts = down_product(hidden, grouped, down, config.down)
     total = mosaic_rows.summed(parts, grouped.place, chosen, scales, X).reshape(x.shape)
     return (total if shared is None else total + output(x, shared, kernels=True)).astype(x.dtype)
 
 
-def gate_up_product(grouped: Grouped, weight: Float[Array, "X 2 M D"], tile: Tile) -> Float[Array, "R M"]:
+def gate_up_product(
+    x: Float[Array, "T D"], grouped: Grouped, weight: Float[Array, "X 2 M D"], tile: Tile
+) -> Float[Array, "R M"]:
     """Hidden units of the rows of all blocks."""
     _, _, M, D = weight.shape
-    x, blocks, units = grouped.x, len(grouped.expert), tile.columns // 2
-    plan = Plan(tile, blocks, pl.cdiv(M, units), D // tile.depth(x.dtype))
+    units = tile.columns // 2
+    plan = Plan(tile, len(grouped.expert), pl.cdiv(M, units), D // tile.depth(x.dtype))
 
     def experts_gate_up_kernel(*refs: Any, **scratch: Any) -> None:
         _gate_up(*refs, plan=plan, **scratch)
 
     scratch = products.ring(plan, x.dtype) | {"out_s": tiled((tile.consumers, ROWS, units), x.dtype, row=M)}
-    output = _compat.out_like((len(x), M), x.dtype, x)
-    operands = x, weight, grouped.expert, grouped.band, grouped.length, grouped.used
+    output = _compat.out_like((len(grouped.token), M), x.dtype, x)
+    operands = x, weight, grouped.token, grouped.expert, grouped.rows, grouped.band, grouped.length, grouped.used
     (hidden,) = products.launch(experts_gate_up_kernel, plan, [output], scratch, copies=2)(*operands)
     (hidden, *_) = _compat.vary_alike(hidden, *operands)  # Mosaic does not mark its outputs as varying
     return hidden
@@ -144,22 +146,37 @@ def down_product(
 
 
 def _gate_up(
-    x: Any, weight: Any, expert_of: Any, band: Any, length: Any, count: Any, hidden: Any, *, plan: Plan, **s: Any
+    x: Any,
+    weight: Any,
+    token_of: Any,
+    expert_of: Any,
+    rows_of: Any,
+    band: Any,
+    length: Any,
+    count: Any,
+    hidden: Any,
+    *,
+    plan: Plan,
+    **s: Any,
 ) -> None:
     """The body of one CTA; ``s`` is its scratch."""
     units = plan.tile.columns // 2
 
     def fetch(i: Any, block: Any, piece: Any) -> products.Copy:
         del i
-        expert, tokens = _expert(expert_of, block, weight), pl.ds(block * MOST_ROWS, MOST_ROWS)
+        expert = _expert(expert_of, block, weight)
 
         def copy(inputs: Any, x_s: Any, weight_s: Any, barrier: Any) -> None:
-            plgpu.copy_gmem_to_smem(x.at[tokens, inputs], x_s, barrier)
+            del x_s
             for half in range(2):
                 source = weight.at[expert, half, pl.ds(piece * units, units), inputs]
                 plgpu.copy_gmem_to_smem(source, weight_s.at[pl.ds(half * units, units)], barrier)
 
         return copy
+
+    def gather_of(block: Any) -> products.Gather:
+        rows = gather.rows(token_of, block * MOST_ROWS, rows_of[block], MOST_ROWS)
+        return lambda column, x_s: gather.start(x, rows, x_s, column)
 
     def finish(gate_up: jax.Array, i: Any, block: Any, piece: Any, me: Any) -> None:
         """Combine gate and up, each rounded to the result's dtype, and leave the result to TMA."""
@@ -169,7 +186,7 @@ def _gate_up(
         _write((gate / (1 + jnp.exp(-gate)) * up).astype(hidden.dtype), hidden, (block, piece, me), s)
 
     place = functools.partial(_place, plan, band, length)
-    products.multiply(plan, fetch, finish, s, count[0] * plan.tile.rows, place=place)
+    products.multiply(plan, fetch, finish, s, count[0] * plan.tile.rows, place=place, gather_of=gather_of)
 
 
 def _down(

@@ -1,6 +1,6 @@
 """What the Mosaic kernels need to know of the routing, by small kernels on Pallas' Triton backend.
 
-TMA copies no scattered rows, so they are copied by expert first, into blocks of rows without gaps between the blocks.
+Pairs of a token and an expert are placed by expert, into blocks of 128 rows without gaps between the blocks.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from pallas_kernels.lib.products import BAND
 
 _CHUNK = 64  # pairs that a program compares with each other
 _EXPERTS = 2  # whose chunks a program adds up
-_TOKENS = 8  # whose rows a program copies
-_PART = 512  # columns of them
+_PAIRS = 256  # that a program places
 _HIGHEST = jnp.iinfo(jnp.int32).max  # a row that does not exist
 
 
 class Grouped(NamedTuple):
-    """Rows by expert.
+    """Rows of the blocks, one after the other; what is said of rows behind a block's pairs means nothing.
 
     Attributes:
-        x: rows of the blocks, one after the other; what lies behind a block's pairs means nothing.
+        token: of each row.
         expert: of each block; one out of range is of a block without pairs, so that any expert will do.
         rows: of each block that are of a pair.
         band: first block of each block's band: at most 8 blocks in a row of one expert.
@@ -39,7 +38,7 @@ class Grouped(NamedTuple):
         place: row of each pair [T, k] among those of all blocks; anything for a skipped pair.
     """
 
-    x: Float[Array, "R D"]
+    token: Int[Array, " R"]
     expert: Int[Array, " C"]
     rows: Int[Array, " C"]
     band: Int[Array, " C"]
@@ -48,8 +47,8 @@ class Grouped(NamedTuple):
     place: Int[Array, "T k"]
 
 
-def group(x: Float[Array, "T D"], chosen: Int[Array, "T k"], experts: int, *, interpret: bool = False) -> Grouped:
-    """Copy rows by expert, 128 a block; an expert's pairs stay in order.
+def group(chosen: Int[Array, "T k"], experts: int, *, interpret: bool = False) -> Grouped:
+    """Place pairs by expert, 128 a block; an expert's pairs stay in order.
 
     A program that searched all pairs for one expert's took 41 us for 65,536 pairs of 256 experts. Chunks of pairs are
     counted side by side instead, and a pair's row follows from the counts of the chunks before.
@@ -59,8 +58,8 @@ def group(x: Float[Array, "T D"], chosen: Int[Array, "T k"], experts: int, *, in
     before, total = _added_up(counts, interpret=interpret)
     blocks = block_count(len(ids), experts, MOST_ROWS)
     base, expert, rows, band, length, used = _cut(total, blocks, interpret=interpret)
-    copied, place = _copied(x, chosen, (rank, before, base), blocks * MOST_ROWS, interpret=interpret)
-    return Grouped(copied, expert, rows, band, length, used, place)
+    token, place = _placed(chosen, (rank, before, base), blocks * MOST_ROWS, interpret=interpret)
+    return Grouped(token, expert, rows, band, length, used, place)
 
 
 def _counted(ids: Int[Array, " P"], experts: int, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
@@ -170,66 +169,46 @@ def _cut_expert(total: Any, base: Any, expert_of: Any, rows_of: Any, band_of: An
     pltriton.store(used.at[jnp.zeros((1,), jnp.int32)], jnp.full((1,), end), mask=jnp.full((1,), is_last))
 
 
-def _copied(
-    x: Float[Array, "T D"],
+def _placed(
     chosen: Int[Array, "T k"],
     places: tuple[Int[Array, " P"], Int[Array, "chunks X"], Int[Array, " X"]],
     rows: int,
     *,
     interpret: bool,
-) -> tuple[Float[Array, "R D"], Int[Array, "T k"]]:
-    """Copy each token's row to the places of its pairs: it is read once, and no row of padding is written.
+) -> tuple[Int[Array, " R"], Int[Array, "T k"]]:
+    """Name the token of each row and the row of each pair.
 
     Args:
-        x: rows of tokens.
-        chosen: their experts.
+        chosen: experts of the tokens.
         places: three arrays whose sum is a pair's row: of its own, of its chunk and expert, and of its expert.
-        rows: of all blocks.
+        rows: R, of all blocks.
         interpret: run in Pallas' interpreter.
-
-    Returns:
-        The rows of all blocks, and the row of each pair.
     """
-    tokens, width = x.shape
-    copied, place = _compat.triton_call(
-        functools.partial(_copy, k=chosen.shape[1]),
-        grid=(pl.cdiv(tokens, _TOKENS) * pl.cdiv(width, _PART),),
-        out_shape=[_compat.out_like((rows, width), x.dtype, x), _compat.out_like((chosen.size,), jnp.int32, chosen)],
+    token, place = _compat.triton_call(
+        functools.partial(_place_pairs, k=chosen.shape[1]),
+        grid=(pl.cdiv(chosen.size, _PAIRS),),
+        out_shape=[_compat.out_like(shape, jnp.int32, chosen) for shape in ((rows,), (chosen.size,))],
         num_warps=4,
         num_stages=1,
         interpret=interpret,
-        name="experts_copy_rows",
-    )(x, chosen.reshape(-1), *places)
-    return copied, place.reshape(chosen.shape)
+        name="experts_place",
+    )(chosen.reshape(-1), *places)
+    return token, place.reshape(chosen.shape)
 
 
-def _copy(x: Any, ids: Any, rank: Any, before: Any, base: Any, out: Any, place: Any, *, k: int) -> None:
-    """One program: some columns of a few tokens; that of the first columns writes the rows of their pairs, too."""
-    (tokens, width), [experts], program = x.shape, base.shape, pl.program_id(0)
-    parts = pl.cdiv(width, _PART)
-    part = lax.rem(program, jnp.int32(parts))
-    token = lax.div(program, jnp.int32(parts)) * _TOKENS + jnp.arange(_TOKENS, dtype=jnp.int32)
-    column = part * _PART + jnp.arange(_PART, dtype=jnp.int32)
-    is_inside = (token < tokens)[:, None] & (column < width)[None, :]
-    values = pltriton.load(x.at[token[:, None], column[None, :]], mask=is_inside, other=0.0)
-
-    lane = jnp.arange(pl.next_power_of_2(k), dtype=jnp.int32)
-    pair = token[:, None] * k + lane[None, :]
-    is_pair = (token < tokens)[:, None] & (lane < k)[None, :]
-    expert = pltriton.load(ids.at[pair], mask=is_pair, other=-1)
+def _place_pairs(ids: Any, rank: Any, before: Any, base: Any, token: Any, place: Any, *, k: int) -> None:
+    """One program: some pairs."""
+    [experts] = base.shape
+    pair = pl.program_id(0) * _PAIRS + jnp.arange(_PAIRS, dtype=jnp.int32)
+    is_inside = pair < ids.shape[0]
+    expert = pltriton.load(ids.at[pair], mask=is_inside, other=-1)
     exists = (expert >= 0) & (expert < experts)
     expert = jnp.where(exists, expert, 0)
     terms = rank.at[pair], before.at[lax.div(pair, jnp.int32(_CHUNK)), expert], base.at[expert]
     row = sum(pltriton.load(term, mask=exists, other=0) for term in terms)
     row = jnp.where(exists, row, jnp.int32(_HIGHEST))
-    pltriton.store(place.at[pair], row, mask=is_pair & (part == 0))
-
-    def copy(j: Any, nothing: None) -> None:
-        target = jnp.sum(jnp.where(lane[None, :] == j, row, 0), axis=1)  # of all pairs at once: loads wait once
-        is_row = (target < out.shape[0])[:, None]
-        pltriton.store(out.at[target[:, None], column[None, :]], values, mask=is_inside & is_row)
-
-    lax.fori_loop(0, k, copy, None)
+    pltriton.store(place.at[pair], row, mask=is_inside)
+    pltriton.store(token.at[row], lax.div(pair, jnp.int32(k)), mask=exists)
 
 
 def summed(

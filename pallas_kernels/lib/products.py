@@ -24,12 +24,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
-from pallas_kernels.lib.shared_memory import tiled
+from pallas_kernels.lib import gather
+from pallas_kernels.lib.shared_memory import WIDEST, tiled
 
-STEP = 128  # bytes of a row that a step reads (or a multiple): TMA's widest swizzle
+STEP = WIDEST  # bytes of a row that a step reads (or a multiple)
 ALIGNED = 8  # rows; arrays that TMA copies hold a multiple of them, since tiles of shared memory have 8 rows
 BAND = 8  # blocks of rows that CTAs work on together, so that the weight that they read at a time stays in L2
+LATE = 2  # steps that may be on their way when the producer waits for rows that it gathers
 Copy = Callable[[Any, Any, Any, Any], None]
+Gather = Callable[[Any, Any], None]
 _SHARED_MEMORY = 225 * 1024  # bytes of a CTA: 227 KiB less 2 KiB for barriers and alignment
 
 
@@ -218,6 +221,7 @@ def multiply(
     length: Any = None,
     rows_of: Callable[[Any], Any] | None = None,
     place: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    gather_of: Callable[[Any], Gather] | None = None,
 ) -> None:
     """The body of one CTA.
 
@@ -233,7 +237,10 @@ def multiply(
       rows_of: takes a block, and returns how many of its first rows are needed; None is all. A consumer whose rows are
         not needed leaves the tensor cores to the other one.
       place: block and piece of a tile, from its number and the number of blocks; None is ``plan.place``.
+      gather_of: takes a block, and returns what starts to gather a step's rows of x (``lib.gather``), which ``fetch``
+        leaves alone then: it takes the first of the inputs and the target in shared memory.
     """
+    assert gather_of is None or plan.tile.stages >= LATE + 2, "the ring would wait for rows that wait for the ring"
     place = place or plan.place
     cta, me, consumers = lax.axis_index("cta"), lax.axis_index("warpgroup"), plan.tile.consumers
     blocks = plan.blocks if length is None else lax.div(length + plan.tile.rows - 1, plan.tile.rows)
@@ -245,9 +252,11 @@ def multiply(
 
         def produce(i: Any, nothing: None) -> None:
             block, piece = place(cta + i * plan.clusters, blocks)
-            _produce(i * plan.steps, plan, fetch(i, block, piece), s)
+            _produce(i * plan.steps, plan, fetch(i, block, piece), s, gather_of and gather_of(block))
 
         lax.fori_loop(0, count, produce, None)
+        if gather_of:
+            _gathered_last(count * plan.steps, plan, s)
 
     @pl.when(me < consumers)
     def _():
@@ -271,8 +280,11 @@ def multiply(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _produce(first: Any, plan: Plan, copy: Copy, s: dict[str, Any]) -> None:
-    """Copy the steps of a tile into the ring, as slots come free."""
+def _produce(first: Any, plan: Plan, copy: Copy, s: dict[str, Any], start_gather: Gather | None = None) -> None:
+    """Copy the steps of a tile into the ring, as slots come free.
+
+    Rows that are gathered are waited for two steps later, so that this step's and the next are on their way meanwhile.
+    """
     depth = s["x_s"].shape[-1]
     start = lax.axis_index("member") * plan.steps if plan.tile.splits > 1 else 0
 
@@ -284,8 +296,26 @@ def _produce(first: Any, plan: Plan, copy: Copy, s: dict[str, Any]) -> None:
             plgpu.barrier_wait(s["empty"].at[slot])
 
         copy(inputs, s["x_s"].at[slot], s["weight_s"].at[slot], s["full"].at[slot])
+        if start_gather:
+            start_gather(inputs.start, s["x_s"].at[slot])
+            gather.commit()
+
+            @pl.when(first + k >= LATE)
+            def _():
+                gather.arrived(LATE)
+                plgpu.barrier_arrive(s["full"].at[lax.rem(first + k - LATE, plan.tile.stages)])
 
     lax.fori_loop(0, plan.steps, step, None)
+
+
+def _gathered_last(steps: Any, plan: Plan, s: dict[str, Any]) -> None:
+    """Wait for the rows that are gathered last."""
+    gather.arrived(0)
+    for back in range(LATE, 0, -1):
+
+        @pl.when(steps >= back)
+        def _(back: int = back) -> None:
+            plgpu.barrier_arrive(s["full"].at[lax.rem(steps - back, plan.tile.stages)])
 
 
 def _skip(first: Any, plan: Plan, s: dict[str, Any]) -> None:

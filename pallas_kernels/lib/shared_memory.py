@@ -8,6 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+WIDEST = 128  # bytes of TMA's widest swizzle
+
 
 def tiled(shape: tuple[int, ...], dtype: Any, row: int = 0) -> Any:
     """Shared memory in tiles of 8 rows, with the widest swizzle up to 128 bytes that divides a row.
@@ -18,6 +20,10 @@ def tiled(shape: tuple[int, ...], dtype: Any, row: int = 0) -> Any:
         row: numbers of another row that the swizzle must divide too, such as that of the array in memory; 0 is none.
     """
     size = jnp.dtype(dtype).itemsize
-    swizzle = next(width for width in (128, 64, 32) if math.gcd(shape[-1], row) * size % width == 0)
-    transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    swizzle = next(width for width in (WIDEST, 64, 32) if math.gcd(shape[-1], row) * size % width == 0)
+    return plgpu.SMEM(shape, dtype, transforms=transforms(swizzle, dtype))
+
+
+def transforms(swizzle: int, dtype: Any) -> tuple[Any, Any]:
+    """How `tiled` lays out shared memory with a swizzle of so many bytes."""
+    return plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)

@@ -20,26 +20,28 @@ from tests.kernels.test_experts import QWEN35_35B, QWEN35_122B, SHARDED, expecte
 F16 = jnp.float16
 
 
-def by_rows(grouped, gate_up, down):
+def by_rows(x, grouped, gate_up, down):
     """What the two products give, from plain JAX: a loop over the blocks."""
     blocks = len(grouped.expert)
-    rows = len(grouped.x) // blocks
+    rows = len(grouped.token) // blocks
     parts = np.full((blocks * rows, down.shape[1]), np.nan, np.float32)
     for block in range(int(grouped.used[0])):
         mine = slice(block * rows, (block + 1) * rows)
         expert = np.clip(grouped.expert[block], 0, len(down) - 1)
-        parts[mine] = _product(_hidden(grouped.x[mine], gate_up[expert]), down[expert])
+        is_pair = np.arange(rows) < grouped.rows[block]
+        tokens = jnp.where(is_pair[:, None], x[jnp.where(is_pair, grouped.token[mine], 0)], jnp.nan)
+        parts[mine] = _product(_hidden(tokens, gate_up[expert]), down[expert])
     return jnp.asarray(parts)
 
 
 def test_grouping():
     """Rows by expert, the products by plain JAX, and the sum: the dense formula; NaN where nobody should look."""
     x, gate_up, down, chosen, weights = routed((290,), 2, 3, 64, 128)
-    grouped = jax.jit(functools.partial(mosaic_rows.group, experts=3, interpret=not ON_GPU))(x, chosen)
+    grouped = jax.jit(functools.partial(mosaic_rows.group, experts=3, interpret=not ON_GPU))(chosen)
     touched = {int(e) for e in np.unique(chosen) if 0 <= e < 3}
     assert {int(e) for e in grouped.expert[: int(grouped.used[0])] if 0 <= e < 3} == touched
     assert int(grouped.rows[: int(grouped.used[0])].sum()) == np.isin(chosen, range(3)).sum()
-    out = mosaic_rows.summed(by_rows(grouped, gate_up, down), grouped.place, chosen, weights, 3)
+    out = mosaic_rows.summed(by_rows(x, grouped, gate_up, down), grouped.place, chosen, weights, 3)
     assert error(out, expected(x, gate_up, down, chosen, weights)) < 2e-3
 
 
@@ -47,7 +49,7 @@ def test_bands():
     """An expert of 1,500 pairs has a band of 8 blocks and one of 4; every tile of every block comes once, by bands."""
     ids = np.random.default_rng(0).permutation(np.repeat([0, 2, 3, 9], [1500, 1, 128, 129]))  # 9 is none of 4
     cut = functools.partial(mosaic_rows.group, experts=4, interpret=not ON_GPU)
-    grouped = jax.jit(cut)(jnp.zeros((len(ids), 64), BF16), jnp.asarray(ids[:, None], jnp.int32))
+    grouped = jax.jit(cut)(jnp.asarray(ids[:, None], jnp.int32))
     used, pieces = int(grouped.used[0]), 3
     assert used == 14
     np.testing.assert_array_equal(grouped.band[:used], [0] * 8 + [8] * 4 + [12, 13])
