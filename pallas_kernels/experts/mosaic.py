@@ -164,7 +164,7 @@ def _gate_up(
 
     def fetch(i: Any, block: Any, piece: Any) -> products.Copy:
         del i
-        expert = _expert(expert_of, block, weight)
+        expert = expert_of[block]
 
         def copy(inputs: Any, x_s: Any, weight_s: Any, barrier: Any) -> None:
             del x_s
@@ -207,7 +207,7 @@ def _down(
 
     def fetch(i: Any, block: Any, piece: Any) -> products.Copy:
         del i
-        expert, tokens = _expert(expert_of, block, weight), pl.ds(block * MOST_ROWS, MOST_ROWS)
+        expert, tokens = expert_of[block], pl.ds(block * MOST_ROWS, MOST_ROWS)
 
         def copy(inputs: Any, x_s: Any, weight_s: Any, barrier: Any) -> None:
             plgpu.copy_gmem_to_smem(hidden.at[tokens, inputs], x_s, barrier)
@@ -233,11 +233,6 @@ def _place(plan: Plan, band_of: Any, length_of: Any, i: Any, blocks: Any) -> tup
     begin, length = band_of[near], length_of[near]
     rest = i - begin * plan.pieces
     return begin + lax.rem(rest, length), lax.div(rest, length)
-
-
-def _expert(expert_of: Any, block: Any, weight: Any) -> Any:
-    """A block's expert; any if its number is out of range."""
-    return jnp.clip(expert_of[block], 0, weight.shape[0] - 1)
 
 
 def _write(values: jax.Array, out: Any, at: tuple[Any, Any, Any], s: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ class Grouped(NamedTuple):
 
     Attributes:
         token: of each row.
-        expert: of each block; one out of range is of a block without pairs, so that any expert will do.
+        expert: of each block.
         rows: of each block that are of a pair.
         band: first block of each block's band: at most 8 blocks in a row of one expert.
         length: of each block's band.
@@ -147,7 +147,7 @@ def _cut(total: Int[Array, " X"], blocks: int, *, interpret: bool) -> tuple[jax.
 
 
 def _cut_expert(total: Any, base: Any, expert_of: Any, rows_of: Any, band_of: Any, length_of: Any, used: Any) -> None:
-    """One program: the blocks of an expert; the last expert's program writes those without pairs, too."""
+    """One program: the blocks of an expert."""
     expert, [experts] = pl.program_id(0), total.shape
     other = jnp.arange(pl.next_power_of_2(experts), dtype=jnp.int32)
     pairs = pltriton.load(total.at[other], mask=other < experts, other=0)
@@ -157,16 +157,15 @@ def _cut_expert(total: Any, base: Any, expert_of: Any, rows_of: Any, band_of: An
     base[expert] = begin * MOST_ROWS
 
     def write(block: Any, nothing: None) -> None:
-        rows = mine - (block - begin) * MOST_ROWS
-        expert_of[block] = jnp.where(rows > 0, expert, jnp.int32(experts))
-        rows_of[block] = jnp.clip(rows, 0, MOST_ROWS)
+        expert_of[block] = expert
+        rows_of[block] = jnp.minimum(mine - (block - begin) * MOST_ROWS, MOST_ROWS)
         band = block - lax.rem(block - begin, jnp.int32(BAND))
         band_of[block] = band
         length_of[block] = jnp.minimum(end - band, BAND)
 
-    is_last = expert == experts - 1
-    lax.fori_loop(begin, jnp.where(is_last, jnp.int32(expert_of.shape[0]), end), write, None)
-    pltriton.store(used.at[jnp.zeros((1,), jnp.int32)], jnp.full((1,), end), mask=jnp.full((1,), is_last))
+    lax.fori_loop(begin, end, write, None)
+    is_last = jnp.full((1,), expert == experts - 1)
+    pltriton.store(used.at[jnp.zeros((1,), jnp.int32)], jnp.full((1,), end), mask=is_last)
 
 
 def _placed(
