@@ -4,6 +4,9 @@ import gc
 import os
 from pathlib import Path
 
+# Looking for garbage took a twentieth of the suite's time. Engines and their pools, gigabytes of four devices, are
+# freed without the collector.
+gc.set_threshold(10_000, 20, 100)
 ON_GPU = os.environ.get("DFLASH_TEST_GPU") == "1"
 if not ON_GPU:  # before the first import of jax: a device count cannot be changed later
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -24,11 +27,11 @@ import jax
 import jaxtyping
 import pytest
 
-from dflash_jax.engine.programs.store import programs
+from dflash_jax.engine.programs.store import MapLimit, programs
 
 DATA = Path(__file__).parent / "data"
-
-
+MAPPINGS = Path("/proc/self/maps")  # Linux has it
+MOST_MAPPINGS = 10_000  # of memory, at the end of a module: the process has some 5 GB then
 RUNS_LONG = "DFLASH_TEST_LONG" in os.environ
 SKIPPED = {  # marks whose tests are left out here, with the reason
     "gpu": None if ON_GPU else "needs an NVIDIA GPU: run with DFLASH_TEST_GPU=1 on one",
@@ -38,10 +41,7 @@ SKIPPED = {  # marks whose tests are left out here, with the reason
 
 
 def pytest_collection_finish():
-    """Look for garbage elsewhere than among what imports have left, which took a twentieth of the suite's time.
-
-    No less often than usual: engines and their pools, gigabytes of four devices, are freed by the collector.
-    """
+    """Look for garbage elsewhere than among what imports have left."""
     gc.collect()
     gc.freeze()
 
@@ -55,10 +55,15 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """Programs of a module are of no use to the next, and take gigabytes of memory together."""
+    """Forget the steps of engines after each module, which are of no use to the next, and all programs once in a while.
+
+    A program takes a few mappings of memory, of which Linux gives a process 65,530. The small ones, conversions and
+    sums, are of use to other modules, too: compiled again for each they took 4 % of the suite's time.
+    """
     yield
     drop_programs()
-    jax.clear_caches()
+    if not MAPPINGS.exists() or MapLimit().count() > MOST_MAPPINGS:
+        jax.clear_caches()
 
 
 @pytest.fixture
