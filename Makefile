@@ -14,9 +14,10 @@ $(VENV)/.installed-base: pyproject.toml
 	$(INSTALL) .
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.installed-base
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON_BASE) -m venv $(VENV)
 	$(INSTALL) '.[train,test]'
-	touch $@
+	touch $@-base $@
 
 install: $(VENV)/.installed
 
