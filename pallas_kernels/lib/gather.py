@@ -121,7 +121,7 @@ def arrived(later: int) -> None:
 
 
 def _layout(length: int) -> Any:
-    """Of registers: a thread holds one row of 16 each."""
+    """How the result of `rows` lies in registers: a thread holds every sixteenth row."""
     return plgpu.Layout.WG_STRIDED((length * _CHUNKS,), length // _LINES)
 
 
