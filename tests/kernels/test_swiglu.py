@@ -75,7 +75,8 @@ def test_kernel_reads_and_writes_nothing_else():
 def test_float16_gets_one_tile_of_64_rows_a_multiprocessor():
     """`test_kernel` shows on a GPU that several are wrong."""
     x, weight = (jax.ShapeDtypeStruct(shape, F16) for shape in ((64, 5120), (1, 2, 25600, 5120)))
-    assert "f16 is wrong" in mosaic.slower(x, weight)
+    assert "is wrong in f16" in mosaic.refusal(x, weight)
+    assert mosaic.refusal(x.update(dtype=BF16), weight.update(dtype=BF16)) is None
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(20, 64), (64, 64), (128, 128), (256, 128), (1024, 256), (8192, 256)])
