@@ -87,7 +87,7 @@ def test_layers_at_once_are_layers_one_by_one(name, norms, joined):
     assert all((x != y).any() for x, y in zip(stored, before or [0] * len(stored), strict=True))
 
 
-@pytest.mark.parametrize("joined", [True, False], ids=["joined", "apart"])
+@pytest.mark.parametrize("joined", [True, pytest.param(False, marks=pytest.mark.long)], ids=["joined", "apart"])
 @pytest.mark.parametrize(
     ("dtype", "with_scales"), [(F32, False), (BF16, True), (E4M3, True)], ids=["float32", "bfloat16", "fp8"]
 )

@@ -69,7 +69,7 @@ def adversarial(source, folder, value):
     return folder
 
 
-@pytest.mark.parametrize("value", [-1.0, 0.0, np.nan])
+@pytest.mark.parametrize("value", [-1.0, np.nan, pytest.param(0.0, marks=pytest.mark.long)])
 def test_adversarial_drafters(tmp_path, value):
     name = "qwen3_swa_tied"
     draft = adversarial(GOLDEN / name / "draft", tmp_path / "draft", value)

@@ -148,7 +148,9 @@ def test_against_the_references(how, dtype, group):
     check((case := call(g, [70, 16, 32], scales=dtype == E4M3)).outputs(**how), case)
 
 
-@pytest.mark.parametrize(("mask", "window"), [("causal", 20), ("block", None), ("block", 9)])
+@pytest.mark.parametrize(
+    ("mask", "window"), [("causal", 20), ("block", 9), pytest.param("block", None, marks=pytest.mark.long)]
+)
 def test_masks(how, mask, window):
     g = dataclasses.replace(VERIFY, mask=mask, window=window)
     check((case := call(g, [70, 40, 16], valid_from=[40, 3, 0])).outputs(**how), case)
@@ -167,7 +169,7 @@ def test_ragged_and_idle_sequences(how, dtype, mask):
     check(case.outputs(**how), case)
 
 
-@pytest.mark.parametrize("tokens", [1, 15, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 5))])
+@pytest.mark.parametrize("tokens", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 5, 15))])
 def test_any_number_of_tokens(how, tokens):
     check((case := call(dataclasses.replace(VERIFY, T=tokens), [80, 41, tokens])).outputs(**how), case)
 
