@@ -320,7 +320,7 @@ def _products(weight: Any, x: Any, zeros: list[jax.Array], plan: Plan) -> list[j
     def run(*sums: Any) -> list[jax.Array]:
         for at, (group, inputs, numbers) in enumerate(registers.widened(weight, zeros, plan.config.groups)):
             plgpu.wgmma(sums[group], numbers, _compat.smem_transpose(x.at[:, inputs]))
-            if at > 0:
+            if 0 < at < 2 * len(groups) - 1:  # the last two are waited for together (`lib.products`)
                 plgpu.wgmma_wait(1)
         return [ref[...] for ref in sums]
 

@@ -46,13 +46,6 @@ def refusal(x: Any, weight: Any) -> str | None:
             f"The Mosaic product of gate and up needs a width that {WIDTH} divides, and parts of the hidden units that "
             f"{UNITS} divides; these are {weight.shape[3]} and {weight.shape[2]}."
         )
-    if x.dtype == jnp.float16 and tokens_of(x):
-        plan = best_plan(x, weight)
-        if plan.tile.consumers == 1 and not plan.is_one_round:
-            return (
-                "The Mosaic product of gate and up is wrong in f16 with several tiles of 64 rows a CTA (H200); "
-                f"bf16 is right, and {plan.count} tiles are more than {plan.clusters} multiprocessors."
-            )
     return None
 
 
