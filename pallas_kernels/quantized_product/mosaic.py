@@ -46,11 +46,13 @@ class Config:
         consumers: warpgroups that multiply 64 rows of the weight each.
         groups: of inputs that a step has.
         stages: steps in the ring.
+        is_ahead: whether a consumer loads the words of its next step into registers before it ends a step.
     """
 
     consumers: int
     groups: int
     stages: int
+    is_ahead: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +136,8 @@ def unfit(x: Any, values: Any, scales: Any) -> str | None:
 def default_config(x: Any, values: Any, scales: Any) -> Config:
     """The widest tile and the longest step of which the ring holds enough.
 
-    Beyond 32 tokens the sums of a consumer need more registers than one of four has.
+    Beyond 32 tokens the sums of a consumer need more registers than one of four has, and beyond 16 they leave none for
+    the words of its next step: at 32 tokens ptxas would spill (gate_up of 27B in 4 bits on an H200: 43 us become 61).
     """
     is_packed, tokens = values.dtype == jnp.uint16, -(-tokens_of(x) // ALIGNED) * ALIGNED
     consumers = next(count for count in ((4, 2, 1) if tokens <= 32 else (2, 1)) if len(values) % (ROWS * count) == 0)
@@ -142,7 +145,8 @@ def default_config(x: Any, values: Any, scales: Any) -> Config:
     for groups in (2, 1):
         width = LONGEST * groups
         size = consumers * ROWS * width // (2 if is_packed else 1) + 2 * tokens * width
-        config = Config(consumers, groups, min(MAX_STAGES, SHARED_MEMORY // size))
+        is_ahead = is_packed and (consumers < 4 or tokens <= 16)
+        config = Config(consumers, groups, min(MAX_STAGES, SHARED_MEMORY // size), is_ahead)
         if scales.shape[1] % groups == 0 and config.stages >= MIN_STAGES:
             break
     return config
@@ -278,7 +282,13 @@ def _consume(
     """Sums [64, tokens] of a consumer's rows over the steps from ``units[1]`` to ``units[2]``."""
     first, start, end = units
     by_row = plgpu.Layout.WGMMA.reduce(1)
-    groups = plan.config.groups
+    groups, is_ahead = plan.config.groups, plan.config.is_ahead
+
+    def slot_of(unit: Any) -> Any:
+        return lax.rem(unit - first, plan.config.stages)
+
+    def weight_in(slot: Any) -> Any:
+        return registers.loaded(s["weight_s"].at[slot, pl.ds(me * ROWS, ROWS)])
 
     def factors(unit: Any) -> list[list[jax.Array]]:
         """Scales, and zero points if there are any, of the groups of a step.
@@ -292,38 +302,59 @@ def _consume(
             for group in range(groups)
         ]
 
+    def load(unit: Any) -> Any:
+        plgpu.barrier_wait(s["full"].at[slot_of(unit)])
+        return weight_in(slot_of(unit))
+
+    def load_ahead(unit: Any) -> Any:
+        """The next step's words; behind the last step they are any words, and nobody uses them."""
+
+        @pl.when(unit < end)
+        def _() -> None:
+            plgpu.barrier_wait(s["full"].at[slot_of(unit)])
+
+        return weight_in(slot_of(unit))
+
     def step(unit: Any, carried: Any) -> Any:
-        sums, ready = carried
+        sums, ready, *weight = carried
         ahead = factors(jnp.minimum(unit + 1, end - 1))
-        slot = lax.rem(unit - first, plan.config.stages)
-        plgpu.barrier_wait(s["full"].at[slot])
-        weight = s["weight_s"].at[slot, pl.ds(me * ROWS, ROWS)]
+        [now] = weight or [load(unit)]
         zero = [part for _, *parts in ready for part in parts]
-        for products, (scale, *_) in zip(_products(weight, s["x_s"].at[slot], zero, plan), ready, strict=True):
-            sums += products * lax.broadcast_in_dim(scale.astype(jnp.float32), sums.shape, (0,))
-        plgpu.barrier_arrive(s["empty"].at[slot])
-        return sums, ahead
+        next_weight = functools.partial(load_ahead, unit + 1) if is_ahead else None
+        products, following = _products(now, s["x_s"].at[slot_of(unit)], zero, plan, next_weight)
+        for of_group, (scale, *_) in zip(products, ready, strict=True):
+            sums += of_group * lax.broadcast_in_dim(scale.astype(jnp.float32), sums.shape, (0,))
+        plgpu.barrier_arrive(s["empty"].at[slot_of(unit)])
+        return sums, ahead, *following
 
     sums = plgpu.layout_cast(jnp.zeros((ROWS, plan.tokens), jnp.float32), plgpu.Layout.WGMMA)
-    sums, _ = lax.fori_loop(start, end, step, (sums, factors(start)))
+    sums, *_ = lax.fori_loop(start, end, step, (sums, factors(start), *([load(start)] if is_ahead else [])))
     return sums
 
 
-def _products(weight: Any, x: Any, zeros: list[jax.Array], plan: Plan) -> list[jax.Array]:
-    """Products [64, tokens] of a consumer's rows over each group of a step, without scales.
+def _products(
+    weight: Any, x: Any, zeros: list[jax.Array], plan: Plan, next_weight: Callable[[], Any] | None
+) -> tuple[list[jax.Array], list[Any]]:
+    """Products [64, tokens] of a consumer's rows over each group of a step, without scales, and the next weight.
 
     All groups' products are started before the first is waited for: numbers of the next are widened meanwhile. At most
-    two have their numbers in registers, since ptxas runs wgmmas one by one when registers are short.
+    two have their numbers in registers, since ptxas runs wgmmas one by one when registers are short. The next weight is
+    loaded before the last numbers are widened, so that no step begins with waiting for shared memory.
     """
     groups = range(plan.config.groups)
+    last = 2 * len(groups) - 1
 
-    def run(*sums: Any) -> list[jax.Array]:
+    def run(*sums: Any) -> tuple[list[jax.Array], list[Any]]:
+        following = []
         for at, (group, inputs, numbers) in enumerate(registers.widened(weight, zeros, plan.config.groups)):
             plgpu.wgmma(sums[group], numbers, _compat.smem_transpose(x.at[:, inputs]))
-            if 0 < at < 2 * len(groups) - 1:  # the last two are waited for together (`lib.products`)
+            if 0 < at < last:  # the last two are waited for together (`lib.products`)
                 plgpu.wgmma_wait(1)
-        return [ref[...] for ref in sums]
+            if at == last - 1 and next_weight is not None:
+                following.append(next_weight())
+        return [ref[...] for ref in sums], following
 
     shape = (ROWS, plan.tokens)
-    products: list[jax.Array] = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for _ in groups))
+    products: tuple[list[jax.Array], list[Any]]
+    products = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for _ in groups))
     return products

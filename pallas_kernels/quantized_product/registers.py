@@ -76,11 +76,16 @@ def from_e4m3(ref: Any) -> BFloat16[jax.Array, "R C"]:
     return values.astype(jnp.float16).astype(jnp.bfloat16)
 
 
+def loaded(weight: Any) -> Any:
+    """What `widened` takes of 64 rows in shared memory: words in registers, or e4m3 numbers where they are."""
+    return _compat.smem_load(weight, plgpu.Layout.WGMMA) if weight.dtype == jnp.uint16 else weight
+
+
 def widened(weight: Any, zeros: list[jax.Array], groups: int) -> Iterator[tuple[int, Any, jax.Array]]:
     """The numbers of a step, half a group at a time: groups, inputs within the step, and numbers [64, 64] in bfloat16.
 
     Args:
-        weight: 64 rows of words or of e4m3 numbers in shared memory.
+        weight: 64 rows, `loaded`.
         zeros: zero points of the rows of each group, or none.
         groups: of the step.
     """
@@ -88,13 +93,12 @@ def widened(weight: Any, zeros: list[jax.Array], groups: int) -> Iterator[tuple[
     return _widened_4_bits(weight, zeros, groups) if is_packed else _widened_8_bits(weight, groups)
 
 
-def _widened_4_bits(weight: Any, zeros: list[jax.Array], groups: int) -> Iterator[tuple[int, Any, jax.Array]]:
+def _widened_4_bits(words: jax.Array, zeros: list[jax.Array], groups: int) -> Iterator[tuple[int, Any, jax.Array]]:
     """As `widened`, less zero points.
 
     A product takes the numbers in two places of the words of a group, since those are 64 inputs: 128 bytes of a token,
     the width of a tile of shared memory.
     """
-    words = _compat.smem_load(weight, plgpu.Layout.WGMMA)
     for group, half in itertools.product(range(groups), range(2)):
         halves = numbers(words, group * RUN, (2 * half, 2 * half + 1))
         offset = jnp.bfloat16(EXACT + MIDDLE)

@@ -68,7 +68,7 @@ def _added(total: jax.Array, weight: Any, x: Any, zeros: list[jax.Array]) -> jax
     """Sums plus the products of a step, without scales."""
 
     def run(products: Any) -> None:
-        for _, inputs, numbers in registers.widened(weight, zeros, 1):
+        for _, inputs, numbers in registers.widened(registers.loaded(weight), zeros, 1):
             plgpu.wgmma(products, numbers, _compat.smem_transpose(x.at[:, inputs]))
 
     added: jax.Array = pl.run_state(run)(plgpu.ACC.init(total))
