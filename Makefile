@@ -25,9 +25,10 @@ install: $(VENV)/.installed
 serve: $(VENV)/.installed-base
 	$(PYTHON) -m dflash_jax.serve $(FLAGS)
 
+# On two cores, two workers left 8 % of the time idle, waiting for servers to start and to end; three take some 12 GB.
 ## Lint, type-check and run the test suite (no GPU, no torch). Installs chromium with apt-get unless BROWSER=none is given.
 test: install browser
-	$(PYTHON) -m pytest --numprocesses 2 --dist worksteal
+	$(PYTHON) -m pytest --numprocesses 3 --dist worksteal
 
 # The server's page is tested in a real browser, which no Python package brings along. BROWSER=none leaves it out.
 browser:
