@@ -169,7 +169,9 @@ def write_unbalanced(folder, config, by):
 
 
 @pytest.mark.parametrize("by", [(1024,) * 4, (1024, 1 / 1024, 1, 32)], ids=["tensor", "head"])
-@pytest.mark.parametrize(("kv_heads", "devices"), [(4, 1), pytest.param(4, 4, marks=pytest.mark.long), (2, 4)])
+@pytest.mark.parametrize(
+    ("kv_heads", "devices"), [(4, 1), *(pytest.param(heads, 4, marks=pytest.mark.long) for heads in (4, 2))]
+)
 def test_large_and_small_keys_survive_in_fp8(tmp_path, by, kv_heads, devices):
     config = target_config(LLAMA | {"num_key_value_heads": kv_heads})
     write_unbalanced(tmp_path, config, by[:kv_heads])

@@ -77,8 +77,9 @@ def apart(monkeypatch, function, *arguments):
 @pytest.mark.parametrize(
     ("raw", "taps"),
     [
-        *((TARGET, taps) for taps in [(), (1, 3), (0, 2, 4), (3, 1, 3)]),
+        *((TARGET, taps) for taps in [(), (3, 1, 3)]),
         (BIASED, (0, 2, 4)),
+        *(pytest.param(TARGET, taps, marks=pytest.mark.long) for taps in [(1, 3), (0, 2, 4)]),
         *(pytest.param(BIASED, taps, marks=pytest.mark.long) for taps in [(), (1, 3), (3, 1, 3)]),
     ],
 )

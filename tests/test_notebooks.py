@@ -25,7 +25,7 @@ SMALLER = {  # what a test changes: every cell runs, on fewer tokens and with fe
         "--target-layer-ids 3 7 11 13": "--target-layer-ids 0 1",
         "NUM_PROMPTS, LINES = 20, 3": "NUM_PROMPTS, LINES = 8, 3",
         "--max-num-seqs 4": "--max-num-seqs 1",
-        "--epochs 60": "--epochs 16",
+        "--epochs 60": "--epochs 8",
         "--eval-samples 4 --eval-max-tokens 32": "--eval-samples 2 --eval-max-tokens 16",
     },
     "3_roofline_of_a_round": {

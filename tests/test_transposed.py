@@ -60,7 +60,13 @@ def test_products_in_bfloat16_round_both_sides_and_no_sum(rows):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="only CPUs hold a drafter so")
-@pytest.mark.parametrize("draft", [{}, {"draft_vocab_size": 50}], ids=["the target's head", "a head of its own"])
+@pytest.mark.parametrize(
+    "draft",
+    [
+        pytest.param({}, id="the target's head"),
+        pytest.param({"draft_vocab_size": 50}, id="a head of its own", marks=pytest.mark.long),
+    ],
+)
 def test_products_of_a_drafter_are_in_bfloat16_unless_told(tmp_path, draft):
     target = write_model(tmp_path / "target", TWO_LAYERS, 0)
     folders = target, write_model(tmp_path / "draft", OF_TWO_LAYERS | draft, 1)
