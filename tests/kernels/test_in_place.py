@@ -137,7 +137,10 @@ def test_the_write_aliases_its_pools_for_cuda():
 
 @pytest.mark.parametrize(
     ("dtype", "rotates"),
-    [(BF16, False), (E4M3, True), *(pytest.param(*x, marks=LONG) for x in ((BF16, True), (E4M3, False), (E5M2, True)))],
+    [
+        (E4M3, True),
+        *(pytest.param(*x, marks=LONG) for x in ((BF16, False), (BF16, True), (E4M3, False), (E5M2, True))),
+    ],
 )
 def test_interpreted_kernels_chain_as_the_reference_does(dtype, rotates):
     attention, write = ("triton", "triton")
