@@ -28,7 +28,7 @@ from pallas_kernels import _compat
 from pallas_kernels.lib.measured import tokens_of
 from pallas_kernels.lib.shared_memory import tiled
 from pallas_kernels.quantize import quantize_rows
-from pallas_kernels.quantized_product import mosaic, registers, rescaled
+from pallas_kernels.quantized_product import mosaic, registers, rescaled, staged
 from pallas_kernels.quantized_product.layout import LONGEST, PLACES
 from pallas_kernels.quantized_product.mosaic import ALIGNED, MAX_TOKENS, ROWS, registers_of
 
@@ -140,7 +140,7 @@ def configs(x: Any, values: Any, scales: Any, *, is_two_sided: bool = False) -> 
         if width > 128 and tokens <= 128:
             continue
         size = LONGEST * (consumers * ROWS // (2 if is_packed else 1) + width * (1 if is_two_sided else 2))
-        stages = min(MOST_STAGES, mosaic.SHARED_MEMORY // size)
+        stages = min(MOST_STAGES, (mosaic.SHARED_MEMORY - staged.least_bytes(consumers)) // size)
         for splits in range(1, MOST_SPLITS + 1 if tokens <= MOST_OF_PARTS else 2):
             if pl.cdiv(steps, splits) * (splits - 1) >= steps:
                 break
@@ -205,10 +205,10 @@ def _product(
     splits, tokens, outputs = plan.config.splits, tokens_of(x), len(operands[0])
     rows = jnp.pad(x.reshape(tokens, -1), ((0, -tokens % ALIGNED), (0, 0)))
     operands = _compat.vary_alike(rows, *operands)
-    result = _compat.out_like((splits, tokens, outputs), jnp.float32 if splits > 1 else dtype, operands[0])
+    result = _compat.out_like((splits, len(rows), outputs), jnp.float32 if splits > 1 else dtype, operands[0])
     (out,) = _launch(plan, operands, result)(*operands)
     (out, *_) = _compat.vary_alike(out, *operands)  # Mosaic does not mark its outputs as varying
-    out = out.reshape(splits, *x.shape[:-1], outputs)
+    out = out[:, :tokens].reshape(splits, *x.shape[:-1], outputs)
     if splits == 1:
         return out[0]
     # One after another: XLA's own sum over an axis takes another order for another number of tokens.
@@ -219,6 +219,10 @@ def _launch(plan: Plan, operands: tuple[jax.Array, ...], result: jax.ShapeDtypeS
     """The kernel over all CTAs of a plan."""
     config, is_packed = plan.config, operands[1].dtype == jnp.uint16
     stages, consumers = config.stages, config.consumers
+    width = LONGEST // (PLACES if is_packed else 1)
+    of_step = plan.rows * width * operands[1].dtype.itemsize + config.tokens * LONGEST * operands[0].dtype.itemsize
+    room = mosaic.SHARED_MEMORY - stages * of_step
+    slots = staged.slots_of(consumers, config.tokens, result.dtype.itemsize, room)
 
     def quantized_product(*refs: Any, **scratch: Any) -> None:
         _body(*refs, plan=plan, **scratch)
@@ -237,9 +241,10 @@ def _launch(plan: Plan, operands: tuple[jax.Array, ...], result: jax.ShapeDtypeS
         thread_name="warpgroup",
         scratch_types={
             "x_s": tiled((stages, config.tokens, LONGEST), operands[0].dtype),
-            "weight_s": tiled((stages, plan.rows, LONGEST // (PLACES if is_packed else 1)), operands[1].dtype),
+            "weight_s": tiled((stages, plan.rows, width), operands[1].dtype),
             "full": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
             "empty": barrier(num_barriers=stages, num_arrivals=consumers),
+            "out_s": staged.scratch(consumers, slots, result.dtype),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         **cluster,
@@ -292,9 +297,10 @@ def _body(x: Any, values: Any, scales: Any, *rest: Any, plan: Plan, **s: Any) ->
 
             @pl.when(ours < len(values))
             def _() -> None:
-                registers.store_transposed(sums, out, part, token, ours)
+                staged.store(sums, out, (part, token, ours), me, s["out_s"])
 
         tiles(consume)
+        staged.drain()
 
 
 def _produce(x: Any, values: Any, plan: Plan, s: dict[str, Any], count: Any, place: Any, steps: Any) -> None:
