@@ -22,7 +22,7 @@ PIECE = 16  # tokens that leave at a time
 def slots_of(consumers: int, tokens: int, itemsize: int, room: int) -> int:
     """Pieces of each consumer that wait at a time in so many bytes; a tile has a multiple of as many."""
     slots = 1
-    while 2 * slots * PIECE <= tokens and 2 * slots * least_bytes(consumers, itemsize) <= room:
+    while tokens % (2 * slots * PIECE) == 0 and 2 * slots * least_bytes(consumers, itemsize) <= room:
         slots *= 2
     return slots
 
