@@ -35,9 +35,10 @@ from pallas_kernels.quantized_product.mosaic import ALIGNED, MAX_TOKENS, ROWS, r
 PAIR = 2  # CTAs of a cluster
 BAND = 8  # tiles of tokens that CTAs work on together, so that what they read of both sides stays in L2
 MOST_STAGES = 5
-# Microseconds of a step by consumers and tokens, on an H200 with all multiprocessors at work (BENCH.md).
-STEP_TIMES = {(3, 128): 1.2, (2, 128): 0.88, (2, 256): 1.55}
-TWO_SIDED_STEP_TIMES = {(3, 128): 0.85, (2, 128): 0.62}
+# Microseconds of a step by consumers and tokens, and of a tile, on an H200 with all multiprocessors at work (BENCH.md).
+STEP_TIMES = {(3, 128): 1.02, (2, 128): 0.71, (2, 256): 1.34}
+TWO_SIDED_STEP_TIMES = {(3, 128): 0.65, (2, 128): 0.47}
+TILE_TIME = 2.0
 MOST_SPLITS, MOST_OF_PARTS = 4, 512  # parts of the inputs, and tokens of a call that has any
 
 
@@ -102,7 +103,7 @@ class Plan:
     def cost(self) -> float:
         """Microseconds on an H200, about: of the busiest CTA, and to write and read parts."""
         config = self.config
-        a_tile = config.step_time * self.share + 2.5
+        a_tile = config.step_time * self.share + TILE_TIME
         parts = config.splits * self.blocks * config.tokens * self.pieces * config.pair * self.rows
         return pl.cdiv(self.count, self.clusters) * a_tile + (parts * 8 / 5e6 if config.splits > 1 else 0)
 
