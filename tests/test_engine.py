@@ -100,16 +100,13 @@ def alone(target):
 
 
 @cache
-def nudged(target):
-    """Engines as `alone`, each with other weights by up to a hundred-thousandth of themselves."""
-    engines = []
-    for seed in range(NUDGES):
-        tensors, rng = load_file(target / "model.safetensors"), np.random.default_rng(seed)
-        folder = copytree(target, target.with_name(f"{target.name}-{seed}"))
-        moved = {name: t * (1 + rng.uniform(-1e-5, 1e-5, t.shape)).astype(t.dtype) for name, t in tensors.items()}
-        save_file(moved, folder / "model.safetensors")
-        engines.append(alone(folder))
-    return engines
+def nudged(target, seed):
+    """An engine as `alone`, with other weights by up to a hundred-thousandth of themselves."""
+    tensors, rng = load_file(target / "model.safetensors"), np.random.default_rng(seed)
+    folder = copytree(target, target.with_name(f"{target.name}-{seed}"))
+    moved = {name: t * (1 + rng.uniform(-1e-5, 1e-5, t.shape)).astype(t.dtype) for name, t in tensors.items()}
+    save_file(moved, folder / "model.safetensors")
+    return alone(folder)
 
 
 def answers(request):
@@ -129,13 +126,18 @@ def answers_alone(llm, tokens, params):
     return answers(request)
 
 
+def answers_nudged(target, tokens, params):
+    """What nudged engines answer, one after another: the first mostly shows a tie."""
+    return (answers_alone(nudged(target, seed), tokens, params) for seed in range(NUDGES))
+
+
 def has_tie(target, tokens, params):
     """Whether two tokens of an answer are so alike that rounding chooses: then weights nudged a little choose, too.
 
     How a prompt is cut into chunks is enough to choose between logits that differ by 1e-6, with no other request there.
     """
     wanted = answers_alone(alone(target), tokens, params)
-    return any(answers_alone(llm, tokens, params) != wanted for llm in nudged(target))
+    return any(answer != wanted for answer in answers_nudged(target, tokens, params))
 
 
 def machine_of(target, drafter, **options):
@@ -206,10 +208,13 @@ def is_as_alone(request, wanted):
 
 def parts_at_a_tie(request, target, tokens, params):
     """Whether an answer has a tie, and is that of the request alone up to where nudged weights part from it."""
-    (wanted, *_), *others = (answers_alone(llm, tokens, params) for llm in (alone(target), *nudged(target)))
+    wanted, *_ = answers_alone(alone(target), tokens, params)
     answered = [s.output.token_ids for s in request.sequences]
     return has_tie(target, tokens, params) and all(
-        alike(answer, all_of_it) >= min(alike(other[0][i], all_of_it) for other in others)
+        any(
+            alike(other[i], all_of_it) <= alike(answer, all_of_it)
+            for other, *_ in answers_nudged(target, tokens, params)
+        )
         for i, (answer, all_of_it) in enumerate(zip(answered, wanted, strict=True))
         if answer != all_of_it[: len(answer)]
     )

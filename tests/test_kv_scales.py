@@ -229,7 +229,7 @@ def test_each_model_has_its_own(tmp_path):
     np.testing.assert_array_equal(one.draft.v_scale, scales[1].v)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [4, pytest.param(1, marks=pytest.mark.long)])
 def test_from_checkpoint_to_text(tmp_path, devices):
     """A target with keys of large and small magnitude says what its balanced twin does."""
     said = []

@@ -145,7 +145,7 @@ def test_a_draft_that_is_not_a_number_reaches_none_before_it():
     assert np.isnan(outputs[0, 5]).all()
 
 
-@pytest.mark.parametrize(("count", "T"), [(0, G), (3, 3)])
+@pytest.mark.parametrize(("count", "T"), [(3, 3), pytest.param(0, G, marks=pytest.mark.long)])
 def test_pairs_of_tokens_make_the_block(count, T):
     """What the kernel between says, put together in float64; and the tape is the one that verifying leaves."""
     inputs, gates = prompts(5 + 3 * G)

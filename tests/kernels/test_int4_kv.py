@@ -241,7 +241,8 @@ def test_a_context_is_a_write_for_each_layer(implementation, interpret):
     how, slots = {"implementation": implementation, "interpret": interpret}, some_slots()
     H = heads[0].shape[-1]
     rounding, _ = some_rounding(L, K, H)
-    found = write_context(*pools(H, 3 * P), heads, slots, rotary, norms, FIRST_PAGES, k_rounding=rounding, **how)
+    whole = jax.jit(functools.partial(write_context, first_pages=FIRST_PAGES, **how))
+    found = whole(*pools(H, 3 * P), heads, slots, rotary, norms, k_rounding=rounding)
     write = jax.jit(functools.partial(write_kv, **how))
     k_pages, v_pages = pools(H, 3 * P)
     for layer, first_page in FIRST_PAGES.items():

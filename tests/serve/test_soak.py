@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "soak_server.py"
 
 
 def test_mixed_requests_are_neither_lost_nor_mixed_up(tmp_path):
-    size = ["--requests=64", "--concurrency=32", "--kinds=10", f"--log={tmp_path / 'log'}"]
+    size = ["--requests=48", "--concurrency=24", "--kinds=8", f"--log={tmp_path / 'log'}"]
     run = subprocess.run(
         [sys.executable, SCRIPT, *size, "--", *MODEL, "--max-num-seqs=4", "--num-speculative-tokens=15"],
         capture_output=True,
