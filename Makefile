@@ -26,9 +26,10 @@ serve: $(VENV)/.installed-base
 	$(PYTHON) -m dflash_jax.serve $(FLAGS)
 
 # On two cores, two workers left 8 % of the time idle, waiting for servers to start and to end; three take some 12 GB.
+# The tests of a file stay with one worker, which compiles what they share once.
 ## Lint, type-check and run the test suite (no GPU, no torch). Installs chromium with apt-get unless BROWSER=none is given.
 test: install browser
-	$(PYTHON) -m pytest --numprocesses 3 --dist worksteal
+	$(PYTHON) -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # The server's page is tested in a real browser, which no Python package brings along. BROWSER=none leaves it out.
 browser:

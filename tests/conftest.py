@@ -23,11 +23,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
+import hypothesis
 import jax
 import jaxtyping
 import pytest
 
 from dflash_jax.engine.programs.store import MapLimit, programs
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine fails no test
+hypothesis.settings.load_profile("untimed")
 
 DATA = Path(__file__).parent / "data"
 MAPPINGS = Path("/proc/self/maps")  # Linux has it
@@ -47,8 +51,9 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
-    """Leave a thousand short tests to the end, so that no worker waits long for the other's last."""
-    items.sort(key=lambda item: item.path.name == "test_house.py")
+    """Begin with the largest files, so that no worker waits long for another's last."""
+    sizes = {path: path.stat().st_size for path in {item.path for item in items}}
+    items.sort(key=lambda item: (-sizes[item.path], item.path))
     for item in items:
         for mark, reason in SKIPPED.items():
             if reason and item.get_closest_marker(mark):
