@@ -244,7 +244,7 @@ def test_a_nudge_finds_ties(models):
         pytest.param(
             "target", "full", {"kv_cache_memory_bytes": 104_000, "num_speculative_tokens": 3}, marks=pytest.mark.long
         ),
-        pytest.param("target", None, {"kv_cache_memory_bytes": 66_667}, marks=pytest.mark.long),
+        ("target", None, {"kv_cache_memory_bytes": 66_667}),
         pytest.param(
             "hybrid",
             "sliding",

@@ -1,7 +1,6 @@
 """Scales of fp8 keys and values: from every name in a checkpoint to attention over the pages that need them."""
 
 import json
-import os
 from functools import partial
 
 import jax
@@ -23,6 +22,7 @@ from dflash_jax.options import EngineArgs, EngineConfig
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import draft_config, target_config
 from dflash_jax.weights.loader import KVScales, load_kv_scales, load_params
+from tests.conftest import RUNS_LONG
 from tests.pairs import DRAFT, TARGET, greedy, prompt, random_tensors, tokens_of, write_model
 
 LLAMA = TARGET | {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -170,7 +170,7 @@ def write_unbalanced(folder, config, by):
 
 
 # The second format is one more shape of what is tested anyway.
-FP8_FORMATS = ("fp8_e4m3", "fp8_e5m2") if "DFLASH_TEST_LONG" in os.environ else ("fp8_e4m3",)
+FP8_FORMATS = ("fp8_e4m3", "fp8_e5m2") if RUNS_LONG else ("fp8_e4m3",)
 
 
 @pytest.mark.parametrize("by", [(1024,) * 4, (1024, 1 / 1024, 1, 32)], ids=["tensor", "head"])

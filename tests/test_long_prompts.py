@@ -14,7 +14,7 @@ from tests.pairs import greedy, prompt, write_model
 from tests.test_experts import HYBRID_MOE
 from tests.test_hybrid import states_of
 
-TOKENS = 200_000 if "DFLASH_TEST_LONG" in os.environ else 1200
+TOKENS = 200_000 if "DFLASH_TEST_LONG" in os.environ else 2000
 CHUNKS = (256, 200)  # tokens; of the second some end inside of what the chunked recurrence solves at once
 TOLERANCE = 1e-4  # of the largest number
 SMALL = {

@@ -115,7 +115,7 @@ def test_joint_distribution_of_two_tokens(tmp_path, drafted):
     The drafter is a copy of the target in no way: it drafts one fixed token, so that accepting and rejecting
     both occur.
     """
-    vocabulary, samples, slots = 5, 1200, 8
+    vocabulary, samples, slots = 5, 2000, 8
     target = TARGET | {"vocab_size": vocabulary, "max_position_embeddings": 64}
     target |= {"num_hidden_layers": 2, "num_target_layers": 2}
     changes = {"dflash_config": {"mask_token_id": 4}, "num_hidden_layers": 1, "block_size": 3}

@@ -203,11 +203,7 @@ def test_healthy_code_has_the_acceptance_of_the_reference():
     assert output.metrics.acceptance_lengths[:4] == CASE["acceptance_lengths"][:4] == [BLOCK] * 4
 
 
-@pytest.mark.parametrize(
-    "plain",
-    [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3)), DEFERRED, DEFERRED + 3],
-    ids="{} plain rounds".format,
-)
+@pytest.mark.parametrize("plain", [0, 1, 3, DEFERRED, DEFERRED + 3], ids="{} plain rounds".format)
 def test_drafter_context_holds_features_and_nothing_of_the_block(plain):
     """After a round with drafts, every position below n holds what write_context gives for the whole text at once."""
     llm = golden_llm(PAIR, page_size=PAGE, max_num_seqs=1)
