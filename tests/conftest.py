@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import Counter
 from pathlib import Path
 
 # Looking for garbage took a twentieth of the suite's time. Engines and their pools, gigabytes of four devices, are
@@ -36,6 +37,7 @@ hypothesis.settings.load_profile("untimed")
 DATA = Path(__file__).parent / "data"
 MAPPINGS = Path("/proc/self/maps")  # Linux has it
 MOST_MAPPINGS = 10_000  # of memory, at the end of a module: the process has some 5 GB then
+WITH_ONE_SERVER = ("tests/serve/running/", "tests/serve/hostile/")
 RUNS_LONG = "DFLASH_TEST_LONG" in os.environ
 SKIPPED = {  # marks whose tests are left out here, with the reason
     "gpu": None if ON_GPU else "needs an NVIDIA GPU: run with DFLASH_TEST_GPU=1 on one",
@@ -50,10 +52,30 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def scope_of(nodeid: str) -> str:
+    """The file of a test, or the folder whose tests share a server: its tests run in one worker."""
+    file = nodeid.partition("::")[0]
+    return next((folder for folder in WITH_ONE_SERVER if file.startswith(folder)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Let a worker compile once what tests share, and start one server for a folder."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByScope(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return scope_of(nodeid)
+
+    return ByScope(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items):
-    """Begin with the largest files, so that no worker waits long for another's last."""
-    sizes = {path: path.stat().st_size for path in {item.path for item in items}}
-    items.sort(key=lambda item: (-sizes[item.path], item.path))
+    """Begin with the largest files and folders, so that no worker waits long for another's last."""
+    sizes = Counter()
+    for path, scope in {(item.path, scope_of(item.nodeid)) for item in items}:
+        sizes[scope] += path.stat().st_size
+    items.sort(key=lambda item: (-sizes[scope_of(item.nodeid)], item.path))
     for item in items:
         for mark, reason in SKIPPED.items():
             if reason and item.get_closest_marker(mark):

@@ -360,14 +360,3 @@ def test_tls_keys_of_a_file_origins_and_a_path_behind_a_proxy(tmp_path, certific
 def test_files_that_are_no_certificate(tmp_path):
     (tmp_path / "cert").write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     assert "TLS cannot be served with" in refusal(tmp_path, *MODEL, "--port=0", f"--ssl-certfile={tmp_path / 'cert'}")
-
-
-def test_no_origin_is_allowed_unless_named(live):
-    for method in ("GET", "OPTIONS"):
-        connection = http.client.HTTPConnection(live.base.removeprefix("http://"), timeout=START_SECONDS)
-        asks = {"origin": "https://a.example", "access-control-request-method": "GET"}
-        connection.request(method, "/v1/models", headers=asks)
-        answer = connection.getresponse()
-        answer.read()
-        connection.close()
-        assert not [name for name in answer.headers if name.lower().startswith("access-control")]

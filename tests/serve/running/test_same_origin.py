@@ -59,3 +59,10 @@ def test_pages_that_the_operator_names_may(allowed):
         if headers is not None:
             with pytest.raises(APIError):
                 asyncio.run(ask(headers))
+
+
+def test_no_origin_is_allowed_unless_named(live):
+    for method in ("GET", "OPTIONS"):
+        asks = {"origin": PAGE, "access-control-request-method": "GET"}
+        answer = httpx.request(method, f"{live.base}/v1/models", headers=asks)
+        assert not [name for name in answer.headers if name.lower().startswith("access-control")]

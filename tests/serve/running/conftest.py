@@ -1,4 +1,4 @@
-"""One server for all tests that leave it as they found it, and OpenAI's client of it."""
+"""One server for all tests of this folder, which leave it as they found it, and OpenAI's client of it."""
 
 import openai
 import pytest
@@ -18,7 +18,7 @@ FLAGS = (
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def live(tmp_path_factory):
     """A running server of the pair that recites."""
     with serving(tmp_path_factory.mktemp("live"), *FLAGS) as server:
@@ -26,14 +26,14 @@ def live(tmp_path_factory):
         server.wait_until(server.is_idle)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def client(live):
     """OpenAI's client of the server."""
     with openai.OpenAI(base_url=f"{live.base}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tight():
     """A bias against white space, which the model would write without end between the parts of JSON."""
     tokenizer = Tokenizer.from_file(str(RECITER / "target" / "tokenizer.json"))

@@ -8,9 +8,8 @@ import pytest
 
 pytest.importorskip("playwright.sync_api", reason="the page's tests drive a browser through playwright")
 
+from tests.serve.browsing import CHROMIUM, TOKENS, ask, chromium, expect, histogram, pages
 from tests.serve.live import NAME
-
-from .browsing import CHROMIUM, TOKENS, ask, chromium, expect, histogram, pages
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: install Debian's chromium")
 

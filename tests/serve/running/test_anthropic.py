@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.serve.live import NAME
-from tests.serve.test_openai import CALL, LICENCE, REASONED, says
+from tests.serve.running.test_openai import CALL, LICENCE, REASONED, says
 
 HI = [{"role": "user", "content": "Hi"}]
 COLD = {"temperature": -1.0}  # which the client itself has no argument for
