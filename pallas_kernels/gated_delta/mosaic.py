@@ -5,7 +5,7 @@ A producer warpgroup brings states and tokens by TMA while the two consumers com
 become the new tape. Tokens are written one after another, by the same operations whether they are folded, decoded or
 verified, and however wide an item is: so a state's bits do not depend on that.
 
-Blocks of many heads in 16 bits are not written (`takes_pairs`): a kernel between says what their tokens have to do with
+Blocks of many heads in 16 bits are not written (`takes_pairs`): the first kernel says what their tokens have to do with
 each other, and one product on tensor cores, with errors of 2**-16, takes the place of 16 passes over the state.
 """
 
@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _compat
 from pallas_kernels.gated_delta.columns import COLUMNS, SIZE, Columns
-from pallas_kernels.gated_delta.pairs import Pairs, pair
+from pallas_kernels.gated_delta.first import MOST_GROUP, Pairs, first
 from pallas_kernels.gated_delta.prepare import LEAST_GATES, Block, Rows, prepare
 from pallas_kernels.gated_delta.quads import Quads
 from pallas_kernels.gated_delta.reference import Kept, Weights
@@ -41,6 +41,8 @@ def refusal(kept: Kept, weights: Weights) -> str | None:
         return f"The Mosaic kernel needs heads of {SIZE}; these are {sizes}."
     if (tokens := kept.gates.shape[1]) > MOST_TOKENS:
         return f"The Mosaic kernel needs tapes of at most {MOST_TOKENS} tokens; this has {tokens}."
+    if (group := kept.state.shape[1] // kept.inputs.shape[2]) > MOST_GROUP:
+        return f"The Mosaic kernel needs at most {MOST_GROUP} value heads for a key head; these are {group}."
     return None
 
 
@@ -75,13 +77,8 @@ def verify(
     if pairs is None:
         pairs = width is None and takes_pairs(inputs, gates)
     block = Block(inputs.astype(kept.inputs.dtype), gates.astype(kept.gates.dtype), length)
-    tape, tokens = prepare(kept, weights, rows, count, block, mixes=False, interpret=False)
-    assert isinstance(tokens, Rows)
-    prepared: Rows | Pairs = tokens
-    B, T, _, _ = inputs.shape
-    if pairs:
-        prepared, kept = pair(kept, rows, count, block, tokens, interpret=False)
-    shape = (B, T, kept.state.shape[1], SIZE)
+    tape, prepared, kept = _prepared(kept, weights, rows, count, block, pairs=pairs)
+    shape = (*inputs.shape[:2], kept.state.shape[1], SIZE)
     return _call(kept, rows, count, rows, tape, prepared, block, jax.ShapeDtypeStruct(shape, inputs.dtype), width)
 
 
@@ -96,8 +93,24 @@ def fold(
     width: int | None = None,
 ) -> Kept:
     """See ``pallas_kernels.gated_delta.fold``; ``width`` as for `verify`."""
-    tape, _ = prepare(kept, weights, rows, count, None, mixes=False, interpret=False)
+    tape, _, kept = _prepared(kept, weights, rows, count, None, pairs=False)
     return _call(kept, rows, count, targets, tape, None, None, None, width)[1]
+
+
+def _prepared(
+    kept: Kept, weights: Weights, rows: Any, count: Any, block: Block | None, *, pairs: bool
+) -> tuple[Rows, Rows | Pairs | None, Kept]:
+    """What `first` returns. Tapes of one token, of engines without a drafter, are too short for its tiles of 16."""
+    if _keeps_blocks(kept):
+        return first(kept, weights, rows, count, block, pairs=pairs)
+    tape, prepared = prepare(kept, weights, rows, count, block, mixes=False, interpret=False)
+    assert prepared is None or isinstance(prepared, Rows)
+    return tape, prepared, kept
+
+
+def _keeps_blocks(kept: Any) -> bool:
+    """Whether the first kernel is `first`, which makes blocks the new tapes."""
+    return bool(kept.gates.shape[1] > 1)
 
 
 class _Call(NamedTuple):
@@ -215,7 +228,7 @@ def _body(call: _Call, items: int, width: int, **s: Any) -> None:
         def produce(i: Any, nothing: None) -> None:
             place = _place(call, cta + i * ctas, width)
             _fetch(call, place, i, s)
-            if not isinstance(call.prepared, Pairs):  # else the kernel before has moved them
+            if call.block is None or not _keeps_blocks(call):
                 _move_tape(call, place)
 
         lax.fori_loop(0, count, produce, None)

@@ -23,7 +23,7 @@ from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
 from pallas_kernels import _compat
 from pallas_kernels.gated_delta import columns as by_columns
 from pallas_kernels.gated_delta.columns import COLUMNS, REF, SCALAR, SIZE
-from pallas_kernels.gated_delta.pairs import TOKENS
+from pallas_kernels.gated_delta.tile import TOKENS
 
 QUAD = 4  # threads that share columns, neighbours in a warp
 PAIR = 2  # columns of a thread, 8 apart; and rows that lie beside each other in it

@@ -250,8 +250,8 @@ def _attention(B: int, heads: tuple[int, int, int], dtype: Any, S: int = 64, q: 
 def lines() -> Iterator[str]:
     """The lines of the table.
 
-    A device with one answer for all calls of an operation has one line; otherwise calls that get the same as on a CPU
-    have none.
+    A device with one answer for all calls of an operation has one line; otherwise a line for each kind of call follows,
+    and those that get the same as on a CPU have none.
     """
     every = list(calls())
     for operation in dict.fromkeys(operation for operation, _, _ in every):
@@ -262,7 +262,8 @@ def lines() -> Iterator[str]:
             if len(letters := {letter for _, row in rows for letter in row}) == 1:
                 yield f"{operation}, {card.name}: {letters.pop()}"
             else:
-                yield from (f"{operation}, {card.name}, {of}: {_runs(row)}" for of, row in rows if {*row} != {plain})
+                yield f"{operation}, {card.name}:"
+                yield from (f" {of}: {_runs(row)}" for of, row in rows if {*row} != {plain})
 
 
 def _runs(letters: list[str]) -> str:

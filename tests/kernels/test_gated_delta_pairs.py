@@ -12,10 +12,10 @@ import pytest
 
 from pallas_kernels.gated_delta import quads
 from pallas_kernels.gated_delta.columns import COLUMNS, SIZE
-from pallas_kernels.gated_delta.pairs import TOKENS, pair
-from pallas_kernels.gated_delta.prepare import Block, prepare
+from pallas_kernels.gated_delta.first import first
+from pallas_kernels.gated_delta.prepare import Block
+from pallas_kernels.gated_delta.tile import TOKENS
 from tests.kernels.cases import F32
-from tests.kernels.conftest import ON_GPU
 from tests.kernels.test_gated_delta import (
     BEFORE,
     CLOSE,
@@ -145,23 +145,23 @@ def test_a_draft_that_is_not_a_number_reaches_none_before_it():
     assert np.isnan(outputs[0, 5]).all()
 
 
-@pytest.mark.parametrize(("count", "T"), [(3, 3), pytest.param(0, G, marks=pytest.mark.long)])
+@pytest.mark.gpu
+@pytest.mark.parametrize(("count", "T"), [(3, 3), (0, G)])
 def test_pairs_of_tokens_make_the_block(count, T):
-    """What the kernel between says, put together in float64; and the tape is the one that verifying leaves."""
+    """What the first kernel says, put together in float64; and the tape is the one that verifying leaves."""
     inputs, gates = prompts(5 + 3 * G)
-    first = (x[None, 5 : 5 + G] for x in (inputs, gates))
-    _, kept = jitted("reference").verify(begun(inputs[:5], gates[:5], 5), weights(), ints(2), ints(0), *first, ints(G))
+    before = (x[None, 5 : 5 + G] for x in (inputs, gates))
+    _, kept = jitted("reference").verify(begun(inputs[:5], gates[:5], 5), weights(), ints(2), ints(0), *before, ints(G))
     verified = slice(5 + count, 5 + count + T)
     two = (jnp.stack([x[verified]] * 2) for x in (inputs, gates))
     block, place = Block(*two, ints(T, T)), (ints(-1, 2), ints(5, count))  # the first is padding
-    _, tokens = prepare(kept, weights(), *place, block, mixes=False, interpret=not ON_GPU)
-    found, moved = jax.jit(functools.partial(pair, interpret=not ON_GPU))(kept, *place, block, tokens)
+    _, pairs, moved = jax.jit(functools.partial(first, pairs=True))(kept, weights(), *place, block)
     _, wanted = jitted("reference").verify(kept, weights(), *place, *block)
     np.testing.assert_array_equal(moved.inputs[:, : BEFORE + T], wanted.inputs[:, : BEFORE + T])
     np.testing.assert_array_equal(moved.gates[:, :T], wanted.gates[:, :T])
     expected, _ = by_hand(inputs, gates, weights())
     vectors, factors, values = (
-        np.asarray(x[1], np.float64) for x in (found.vectors + found.rest.astype(F32), found.factors, found.values)
+        np.asarray(x[1], np.float64) for x in (pairs.vectors + pairs.rest.astype(F32), pairs.factors, pairs.values)
     )
     for h in range(HV):
         keys, queries = np.split(vectors[h // R] @ np.asarray(wanted.state[2, h], np.float64), 2)
