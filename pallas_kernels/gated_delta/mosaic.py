@@ -2,8 +2,8 @@
 
 A consumer warpgroup has one head of one sequence, or half of its columns where heads are few: a column needs no other.
 A producer warpgroup brings states and tokens by TMA while the two consumers compute, and moves the raw inputs that
-become the new tape. Tokens are written one after another, by the same operations whether they are folded, decoded or
-verified, and however wide an item is: so a state's bits do not depend on that.
+become the new tape where the first kernel has not. Tokens are written one after another, by the same operations whether
+they are folded, decoded or verified, and however wide an item is: so a state's bits do not depend on that.
 
 Blocks of many heads in 16 bits are not written (`takes_pairs`): the first kernel says what their tokens have to do with
 each other, and one product on tensor cores, with errors of 2**-16, takes the place of 16 passes over the state.
@@ -49,8 +49,8 @@ def refusal(kept: Kept, weights: Weights) -> str | None:
 def takes_pairs(inputs: Float[Array, "B T HK _"], gates: Float[Array, "B T HV 2"]) -> bool:
     """Say whether blocks are faster by pairs, and rounding their outputs leaves no more of the errors.
 
-    27B's blocks of 16 take 95.6 -> 74.5 us by pairs for 16 sequences and 32.5 -> 26.6 for 4, as long for 2 (H100): each
-    multiprocessor must have a head, or the kernel between costs what is won.
+    27B's blocks of 16 took 95.6 -> 74.5 us by pairs for 16 sequences and 32.5 -> 26.6 for 4, as long for 2 (H100): each
+    multiprocessor must have a head.
     """
     B, T, heads, _ = gates.shape
     return inputs.dtype.itemsize == 2 and T >= LEAST_FOR_PAIRS and B * heads >= _compat.sm_count()

@@ -1,6 +1,6 @@
 """Columns of a head's state as the first operand of wgmma (Mosaic GPU): four threads share two columns.
 
-A block's keys and queries are multiplied by the state at once, on tensor cores (`pairs`): S^T, in two bfloat16, from
+A block's keys and queries are multiplied by the state at once, on tensor cores (`first`): S^T, in two bfloat16, from
 registers. Its sums over rows are added in the order of `columns`: a state has the same bits, whichever of the two folds
 tokens into it.
 """
@@ -95,7 +95,7 @@ class Quads(by_columns.Columns):
         return arrays[:2], arrays[2:]
 
     def run(self, products: jax.Array, values: Any, factors: Any, outputs: Any, at: Any) -> None:
-        """Run a block token by token, and write its outputs (`pairs`).
+        """Run a block token by token, and write its outputs (`first`).
 
         Args:
             products: of the columns with 16 keys, then with 16 queries.
