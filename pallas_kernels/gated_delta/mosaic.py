@@ -32,6 +32,7 @@ from pallas_kernels.lib.shared_memory import tiled
 CONSUMERS = 2
 MOST_TOKENS = 16  # of a tape, whose rows wait in shared memory beside two states
 LEAST_FOR_PAIRS = 9  # tokens of a block, since a product with 16 costs as much
+LEAST_FOR_FEW = 12  # where some multiprocessors have no head: a token takes 0.8 us, the product 9.3 (27B, H200)
 
 
 def refusal(kept: Kept, weights: Weights) -> str | None:
@@ -49,11 +50,12 @@ def refusal(kept: Kept, weights: Weights) -> str | None:
 def takes_pairs(inputs: Float[Array, "B T HK _"], gates: Float[Array, "B T HV 2"]) -> bool:
     """Say whether blocks are faster by pairs, and rounding their outputs leaves no more of the errors.
 
-    27B's blocks of 16 took 95.6 -> 74.5 us by pairs for 16 sequences and 32.5 -> 26.6 for 4, as long for 2 (H100): each
-    multiprocessor must have a head.
+    27B's blocks of 16 take 19.4 -> 15.7 us by pairs for 2 sequences, whose 96 heads are fewer than multiprocessors, and
+    12.9 -> 12.2 for one, which is left as it is; 35B's 21.1 -> 16.9 for 4 (H200).
     """
     B, T, heads, _ = gates.shape
-    return inputs.dtype.itemsize == 2 and T >= LEAST_FOR_PAIRS and B * heads >= _compat.sm_count()
+    least = LEAST_FOR_PAIRS if B * heads >= _compat.sm_count() else LEAST_FOR_FEW
+    return inputs.dtype.itemsize == 2 and least <= T and 2 * B * heads >= _compat.sm_count()
 
 
 @functools.partial(jax.jit, static_argnames=("width", "pairs"))
