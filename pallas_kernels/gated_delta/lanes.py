@@ -229,9 +229,10 @@ def _rows_of(m: SimpleNamespace, lane: Lane, is_tape: Any) -> Callable[[int, Any
 
     Numbers of 16 bits wait where the vectors will lie, if there are any: 13 KB more would leave room for fewer CTAs.
     """
-    wide = ir.MemRefType(m.window.type).element_type == ir.F32Type.get()
-    ref = m.raw if wide or not hasattr(m, "shared") else m.shared
-    slot = lane.warp if ref is not getattr(m, "shared", None) else arith.select(is_tape, i32(BEHIND_VECTORS), lane.warp)
+    if hasattr(m, "raw"):
+        ref, slot = m.raw, lane.warp
+    else:
+        ref, slot = m.shared, arith.select(is_tape, i32(BEHIND_VECTORS), lane.warp)
     first = _sum(_product(slot, i32(TOKENS)), lane.token)
     return lambda i, channel: place(ref, _sum(_product(_sum(first, i32(i)), i32(ROW)), channel))
 
