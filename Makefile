@@ -15,6 +15,7 @@ $(VENV)/.installed-base: pyproject.toml
 	touch $@
 
 # Three workers start at once: without bytecode each would make that of all packages, which takes both cores 20 seconds.
+# Some packages bring files that this Python cannot compile, and nobody imports: they are left out.
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON_BASE) -m venv $(VENV)
 	$(INSTALL) '.[train,test]'

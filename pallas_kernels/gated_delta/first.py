@@ -42,7 +42,7 @@ from pallas_kernels.gated_delta.lanes import (
     keys_and_queries,
     values_of_heads,
 )
-from pallas_kernels.gated_delta.prepare import LEAST_GATES, Block, Rows
+from pallas_kernels.gated_delta.prepare import Block, Rows, rows_made
 from pallas_kernels.gated_delta.reference import Kept, Weights
 from pallas_kernels.gated_delta.tile import TOKENS
 
@@ -109,11 +109,7 @@ def first(
     def empty(*shape: int, dtype: Any = jnp.float32) -> Any:
         return lax.empty((B, *shape), dtype)
 
-    def tokens(T: int, queries: bool) -> Rows:
-        values = empty(HV, T, SIZE, dtype=kept.inputs.dtype)
-        two = (empty(HV, max(T, LEAST_GATES)) for _ in range(2))
-        return Rows(empty(HK, T, SIZE) if queries else None, empty(HK, T, SIZE), values, *two)
-
+    tokens = functools.partial(rows_made, empty, (HK, HV), (SIZE, SIZE), kept.inputs.dtype)
     T = 0 if block is None else block.inputs.shape[1]
     sizes = Sizes(HV // HK, HK, kept.inputs.shape[1] - G, G, T, pairs)
     prepared: Rows | Pairs | None = None if block is None else tokens(T, queries=True)

@@ -13,6 +13,7 @@ so that the second kernel has one product with S left. Every factor is bounded: 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -71,6 +72,25 @@ def rows_of(rows: Any, count: Any, b: Any, kept: Any, tokens: int) -> tuple[Any,
     return is_sequence, jnp.where(is_sequence, row, 0), jnp.where(is_sequence, jnp.clip(count[b], 0, tokens), 0)
 
 
+def rows_made(
+    make: Callable[..., Any], heads: tuple[int, int], sizes: tuple[int, int], dtype: Any, T: int, *, queries: bool
+) -> Rows:
+    """Rows of T tokens.
+
+    Args:
+        make: makes an array of a shape [B, ...] whose B is left out, float32 unless it is given a `dtype`.
+        heads: HK and HV.
+        sizes: dk and dv.
+        dtype: of values.
+        T: number of tokens.
+        queries: whether there are any.
+    """
+    (HK, HV), (dk, dv) = heads, sizes
+    decay, strength = (make(HV, max(T, LEAST_GATES)) for _ in range(2))
+    keys, values = make(HK, T, dk), make(HV, T, dv, dtype=dtype)
+    return Rows(make(HK, T, dk) if queries else None, keys, values, decay, strength)
+
+
 def prepare(
     kept: Kept,
     weights: Weights,
@@ -100,10 +120,7 @@ def prepare(
     def like(*shape: int, dtype: Any = jnp.float32) -> Any:
         return _compat.out_like((B, *shape), dtype, leaves[0])
 
-    def tokens(T: int, queries: bool) -> Rows:
-        values, gates = like(HV, T, dv, dtype=kept.inputs.dtype), like(HV, max(T, LEAST_GATES))
-        return Rows(like(HK, T, dk) if queries else None, like(HK, T, dk), values, gates, gates)
-
+    tokens = functools.partial(rows_made, like, (HK, HV), (dk, dv), kept.inputs.dtype)
     out_shape: list[Any] = [tokens(G, queries=False)]
     if block is not None:
         T, padded = block.inputs.shape[1], max(LEAST_ROWS, pl.next_power_of_2(G))

@@ -24,10 +24,10 @@ LANES = 4  # threads that have the same tokens
 RUN = 8  # channels that a thread loads by one instruction
 STEP = LANES * RUN  # channels from one run of a thread to the next
 RUNS = SIZE // STEP
-Take = Callable[[Any, list[list[Any]], list[Any]], list[Any]]
 WORDS = 4  # 32-bit words that an instruction stores
 MOST = 87.0  # whose power of e has a reciprocal
 ATANH_TERMS = 9  # of a series up to 1/3, where the last is below 2**-27 of the first
+Take = Callable[[Any, list[list[Any]], list[Any]], list[Any]]
 
 
 class Lane(NamedTuple):
@@ -180,6 +180,7 @@ def softplus(x: Any) -> Any:
 
 
 def sigmoid(x: Any) -> Any:
+    """1 / (1 + e**-x)."""
     return arith.divf(f32(1.0), arith.addf(exp(arith.negf(x)), f32(1.0)))
 
 
