@@ -19,7 +19,7 @@ $(VENV)/.installed-base: pyproject.toml
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON_BASE) -m venv $(VENV)
 	$(INSTALL) '.[train,test]'
-	$(PYTHON) -m compileall -qq --workers 0 $(VENV)/lib || true
+	$(PYTHON) -m compileall -qq --workers 0 $(VENV)/lib dflash_jax pallas_kernels || true
 	touch $@-base $@
 
 install: $(VENV)/.installed
