@@ -46,13 +46,11 @@ class Config:
         consumers: warpgroups that multiply 64 rows of the weight each.
         groups: of inputs that a step has.
         stages: steps in the ring.
-        is_ahead: whether a consumer loads the words of its next step into registers before it ends a step.
     """
 
     consumers: int
     groups: int
     stages: int
-    is_ahead: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Plan:
         tiles: of rows of the weight.
         steps: of a tile.
         tokens: of the call, padded.
-        is_packed: whether numbers have 4 bits.
+        is_packed: whether numbers have 4 bits: then the words of the next step are in registers before a step ends.
     """
 
     config: Config
@@ -136,17 +134,19 @@ def unfit(x: Any, values: Any, scales: Any) -> str | None:
 def default_config(x: Any, values: Any, scales: Any) -> Config:
     """The widest tile and the longest step of which the ring holds enough.
 
-    Beyond 32 tokens the sums of a consumer need more registers than one of four has, and beyond 16 they leave none for
-    the words of its next step: at 32 tokens ptxas would spill (gate_up of 27B in 4 bits on an H200: 43 us become 61).
+    In 4 bits, beyond 16 tokens, one of four consumers has no registers for the words of its next step (ptxas spills),
+    and two that have are faster (32 tokens of 27B on an H100: gate_up 45.8 -> 44.3 us, down 26.2 -> 23.3). In 8 bits,
+    beyond 32 tokens, the sums alone need more registers than one of four has.
     """
     is_packed, tokens = values.dtype == jnp.uint16, -(-tokens_of(x) // ALIGNED) * ALIGNED
-    consumers = next(count for count in ((4, 2, 1) if tokens <= 32 else (2, 1)) if len(values) % (ROWS * count) == 0)
+    most_of_four = 16 if is_packed else 32
+    counts = (4, 2, 1) if tokens <= most_of_four else (2, 1)
+    consumers = next(count for count in counts if len(values) % (ROWS * count) == 0)
     config = Config(consumers, 1, 1)
     for groups in (2, 1):
         width = LONGEST * groups
         size = consumers * ROWS * width // (2 if is_packed else 1) + 2 * tokens * width
-        is_ahead = is_packed and (consumers < 4 or tokens <= 16)
-        config = Config(consumers, groups, min(MAX_STAGES, SHARED_MEMORY // size), is_ahead)
+        config = Config(consumers, groups, min(MAX_STAGES, SHARED_MEMORY // size))
         if scales.shape[1] % groups == 0 and config.stages >= MIN_STAGES:
             break
     return config
@@ -282,7 +282,7 @@ def _consume(
     """Sums [64, tokens] of a consumer's rows over the steps from ``units[1]`` to ``units[2]``."""
     first, start, end = units
     by_row = plgpu.Layout.WGMMA.reduce(1)
-    groups, is_ahead = plan.config.groups, plan.config.is_ahead
+    groups, is_ahead = plan.config.groups, plan.is_packed
 
     def slot_of(unit: Any) -> Any:
         return lax.rem(unit - first, plan.config.stages)
