@@ -12,7 +12,8 @@ each other, and one product on tensor cores, with errors of 2**-16, takes the pl
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,16 @@ from pallas_kernels import _compat
 from pallas_kernels.gated_delta.columns import COLUMNS, SIZE, Columns
 from pallas_kernels.gated_delta.first import MOST_GROUP, Pairs, first
 from pallas_kernels.gated_delta.prepare import LEAST_GATES, Block, Rows, prepare
+from pallas_kernels.gated_delta.producer import CONSUMERS, Call, Place, fetch_state, fetch_tokens, move_tape, place_of
 from pallas_kernels.gated_delta.quads import Quads
 from pallas_kernels.gated_delta.reference import Kept, Weights
 from pallas_kernels.lib.shared_memory import tiled
 
-CONSUMERS = 2
+MOST_STATES = 2 * CONSUMERS  # in shared memory: those that are computed with, and those that come and go
+# Items of a consumer from which so many pay. With fewer, the first kernel starts later beside so much shared memory: a
+# layer of 27B takes 64.8 -> 61.8 us for 16 sequences, and 22.4 -> 23.1 for 4 (H100).
+LEAST_ITEMS = 3
+SHARED_MEMORY = 224 * 1024  # bytes of a CTA: 227 KiB less 3 KiB for barriers and alignment
 MOST_TOKENS = 16  # of a tape, whose rows wait in shared memory beside two states
 LEAST_FOR_PAIRS = 9  # tokens of a block, since a product with 16 costs as much
 LEAST_FOR_FEW = 12  # where some multiprocessors have no head: a token takes 0.8 us, the product 9.3 (27B, H200)
@@ -115,41 +121,13 @@ def _keeps_blocks(kept: Any) -> bool:
     return bool(kept.gates.shape[1] > 1)
 
 
-class _Call(NamedTuple):
-    """References of a call; `state`, `inputs`, `gates` and `outputs` are written."""
-
-    state: Any
-    inputs: Any
-    gates: Any
-    outputs: Any
-    rows: Any
-    count: Any
-    targets: Any
-    tape: Any
-    prepared: Any
-    block: Any
-
-
-class _Place(NamedTuple):
-    """What a consumer has: columns of one head of one sequence."""
-
-    b: Any
-    head: Any
-    columns: Any  # a pl.ds
-    key: Any
-    row: Any
-    folded: Any
-    target: Any
-    is_written: Any
-
-
 def _call(
     kept: Kept, rows: Any, count: Any, targets: Any, tape: Rows, prepared: Any, block: Any, outputs: Any,
     width: int | None,
 ) -> tuple[Any, Kept]:  # fmt: skip
     B, (_, heads, _, _) = len(rows), kept.state.shape
     out = None if outputs is None else lax.empty(outputs.shape, outputs.dtype)
-    operands = _Call(*kept, out, rows, count, targets, tape, prepared, block)
+    operands = Call(*kept, out, rows, count, targets, tape, prepared, block)
     leaves, tree = jax.tree.flatten(operands)
     leaves = list(_compat.vary_alike(*leaves))
     if isinstance(prepared, Pairs):
@@ -157,8 +135,10 @@ def _call(
     elif width is None:  # whole heads read keys half as often, but few of them leave multiprocessors idle
         width = SIZE if B * heads >= CONSUMERS * _compat.sm_count() else COLUMNS
     items = B * heads * SIZE // width
+    ctas = min(_compat.sm_count(), items)
+    scratch = _scratch(operands, width, is_long=items > LEAST_ITEMS * CONSUMERS * ctas)
     mesh = plgpu.Mesh(
-        grid=(min(_compat.sm_count(), items),),
+        grid=(ctas,),
         grid_names=("cta",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
@@ -166,7 +146,7 @@ def _call(
 
     def body(refs: Any) -> None:
         run = functools.partial(_body, jax.tree.unflatten(tree, refs), items, width)
-        pl.run_scoped(run, collective_axes="warpgroup", **_scratch(operands, width))
+        pl.run_scoped(run, collective_axes="warpgroup", **scratch)
 
     params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
     name = "gated_delta_fold" if block is None else "gated_delta_verify"
@@ -175,50 +155,42 @@ def _call(
     return results.outputs, Kept(results.state, results.inputs, results.gates)
 
 
-def _scratch(call: _Call, width: int) -> dict[str, Any]:
-    """Shared memory and barriers of a CTA."""
-    scratch: dict[str, Any] = {"state_s": plgpu.SMEM((CONSUMERS, SIZE, width), jnp.float32)}
-    prepared, written = call.prepared, {"tape": call.gates.shape[1]}
+def _scratch(call: Call, width: int, *, is_long: bool) -> dict[str, Any]:
+    """Shared memory and barriers of a CTA; `is_long` says that its consumers have many items."""
+    parts: dict[str, dict[str, Any]] = {"tape": _tokens(call.gates.shape[1], width, call.inputs.dtype)}
+    prepared = call.prepared
     if isinstance(prepared, Rows):
-        written["block"] = prepared.keys.shape[2]
-    for name, tokens in written.items():
-        scratch |= {
-            f"{name}_keys": plgpu.SMEM((CONSUMERS, tokens, SIZE), jnp.float32),
-            f"{name}_values": plgpu.SMEM((CONSUMERS, tokens, width), call.inputs.dtype),
-            f"{name}_decay": plgpu.SMEM((CONSUMERS, LEAST_GATES), jnp.float32),
-            f"{name}_strength": plgpu.SMEM((CONSUMERS, LEAST_GATES), jnp.float32),
-        }
-    if isinstance(prepared, Rows):
-        scratch["block_queries"] = plgpu.SMEM((CONSUMERS, written["block"], SIZE), jnp.float32)
+        tokens = prepared.keys.shape[2]
+        queries = plgpu.SMEM((CONSUMERS, tokens, SIZE), jnp.float32)
+        parts["block"] = _tokens(tokens, width, call.inputs.dtype) | {"queries": queries}
     elif prepared is not None:
-        for name in ("vectors", "rest"):
-            scratch[f"block_{name}"] = tiled((CONSUMERS, *prepared.vectors.shape[2:]), jnp.bfloat16)
-        scratch["block_values"] = plgpu.SMEM((CONSUMERS, prepared.values.shape[2], width), call.inputs.dtype)
-        scratch["block_factors"] = plgpu.SMEM((CONSUMERS, *prepared.factors.shape[2:]), jnp.float32)
-    copies = len(scratch) - 1  # all but the state
-    return scratch | {
-        "state_full": plgpu.Barrier(num_barriers=CONSUMERS),
-        "state_empty": plgpu.Barrier(num_barriers=CONSUMERS),
-        "rows_full": plgpu.Barrier(num_barriers=CONSUMERS, num_arrivals=copies),
-        "rows_empty": plgpu.Barrier(num_barriers=CONSUMERS),
+        parts["block"] = {
+            name: tiled((CONSUMERS, *prepared.vectors.shape[2:]), jnp.bfloat16) for name in ("vectors", "rest")
+        }
+        parts["block"]["values"] = plgpu.SMEM((CONSUMERS, prepared.values.shape[2], width), call.inputs.dtype)
+        parts["block"]["factors"] = plgpu.SMEM((CONSUMERS, *prepared.factors.shape[2:]), jnp.float32)
+    scratch = {f"{name}_{part}": memory for name, part_of in parts.items() for part, memory in part_of.items()}
+    size = sum(math.prod(memory.shape) * jnp.dtype(memory.dtype).itemsize for memory in scratch.values())
+    fits = size + MOST_STATES * SIZE * width * 4 <= SHARED_MEMORY
+    states = MOST_STATES if fits and is_long else CONSUMERS
+    scratch["state_s"] = tiled((states, SIZE, width), jnp.float32)
+    for name, copies, count in (("state", 1, states), *((name, len(part), CONSUMERS) for name, part in parts.items())):
+        scratch[f"{name}_full"] = plgpu.Barrier(num_barriers=count, num_arrivals=copies)
+        scratch[f"{name}_empty"] = plgpu.Barrier(num_barriers=count)
+    return scratch
+
+
+def _tokens(tokens: int, width: int, dtype: Any) -> dict[str, Any]:
+    """Shared memory for tokens that are written one by one."""
+    return {
+        "keys": plgpu.SMEM((CONSUMERS, tokens, SIZE), jnp.float32),
+        "values": plgpu.SMEM((CONSUMERS, tokens, width), dtype),
+        "decay": plgpu.SMEM((CONSUMERS, LEAST_GATES), jnp.float32),
+        "strength": plgpu.SMEM((CONSUMERS, LEAST_GATES), jnp.float32),
     }
 
 
-def _place(call: _Call, item: Any, width: int) -> _Place:
-    heads, P, G = call.state.shape[1], call.state.shape[0], call.gates.shape[1]
-    parts = SIZE // width
-    b, head = lax.div(item, heads * parts), lax.rem(lax.div(item, parts), heads)
-    row, target = call.rows[b], call.targets[b]
-    exists = (row >= 0) & (row < P)
-    row = jnp.where(exists, row, 0)
-    folded = jnp.where(exists, jnp.clip(call.count[b], 0, G), 0)
-    is_written = exists & (target >= 0) & (target < P)
-    key = lax.div(head, heads // call.inputs.shape[2])
-    columns = pl.ds(lax.rem(item, parts) * width, width)
-    return _Place(b, head, columns, key, row, folded, jnp.where(is_written, target, 0), is_written)
-
-
-def _body(call: _Call, items: int, width: int, **s: Any) -> None:
+def _body(call: Call, items: int, width: int, **s: Any) -> None:
     """The body of one CTA: it takes every ``ctas``-th item, ``width`` columns each; ``s`` is its scratch."""
     cta, me, ctas = lax.axis_index("cta"), lax.axis_index("warpgroup"), min(_compat.sm_count(), items)
     count = pl.cdiv(items - cta, ctas)
@@ -227,12 +199,19 @@ def _body(call: _Call, items: int, width: int, **s: Any) -> None:
     def _() -> None:
         plgpu.set_max_registers(40, action="decrease")
 
-        def produce(i: Any, nothing: None) -> None:
-            place = _place(call, cta + i * ctas, width)
-            _fetch(call, place, i, s)
-            if call.block is None or not _keeps_blocks(call):
-                _move_tape(call, place)
+        def place(i: Any) -> Place:
+            return place_of(call, cta + i * ctas, width)
 
+        def produce(i: Any, nothing: None) -> None:
+            @pl.when(i + 1 < count)
+            def _() -> None:
+                fetch_state(call, place(i + 1), i + 1, s)
+
+            fetch_tokens(call, place(i), i, s)
+            if call.block is None or not _keeps_blocks(call):
+                move_tape(call, place(i))
+
+        fetch_state(call, place(0), 0, s)
         lax.fori_loop(0, count, produce, None)
 
     @pl.when(me < CONSUMERS)
@@ -240,55 +219,42 @@ def _body(call: _Call, items: int, width: int, **s: Any) -> None:
         plgpu.set_max_registers(232, action="increase")
 
         def consume(i: Any, nothing: None) -> None:
-            _advance(call, _place(call, cta + (i * CONSUMERS + me) * ctas, width), width, me, s)
+            item = i * CONSUMERS + me
+            slots = lax.rem(item, s["state_s"].shape[0]), me
+            _advance(call, place_of(call, cta + item * ctas, width), width, slots, s)
 
         lax.fori_loop(0, pl.cdiv(count - me, CONSUMERS), consume, None)
+        plgpu.wait_smem_to_gmem(0)
 
 
-def _fetch(call: _Call, place: _Place, i: Any, s: dict[str, Any]) -> None:
-    """Start the copies of an item as its places come free: its state first, which is free first."""
-    slot = lax.rem(i, CONSUMERS)
+def _advance(call: Call, place: Place, width: int, slots: tuple[Any, Any], s: dict[str, Any]) -> None:
+    """A consumer's item: fold, write the state, run the block. Slots are those of the state and of the tokens.
 
-    @pl.when(i >= CONSUMERS)
-    def _() -> None:
-        plgpu.barrier_wait(s["state_empty"].at[slot])
-
-    state = call.state.at[place.row, place.head, :, place.columns]
-    plgpu.copy_gmem_to_smem(state, s["state_s"].at[slot], s["state_full"].at[slot])
-
-    @pl.when(i >= CONSUMERS)
-    def _() -> None:
-        plgpu.barrier_wait(s["rows_empty"].at[slot])
-
-    for name, tokens in (("tape", call.tape), ("block", call.prepared)):
-        if tokens is None:
-            continue
-        if isinstance(tokens, Pairs):
-            parts = {"vectors": (tokens.vectors, place.key), "rest": (tokens.rest, place.key)}
-            parts |= {"values": (tokens.values, place.head), "factors": (tokens.factors, place.head)}
-        else:
-            parts = {"keys": (tokens.keys, place.key), "values": (tokens.values, place.head)}
-            parts |= {"decay": (tokens.decay, place.head), "strength": (tokens.strength, place.head)}
-            if tokens.queries is not None:
-                parts["queries"] = tokens.queries, place.key
-        for part, (source, head) in parts.items():
-            rows: Any = source.at[place.b, head, :, place.columns] if part == "values" else source.at[place.b, head]
-            plgpu.copy_gmem_to_smem(rows, s[f"{name}_{part}"].at[slot], s["rows_full"].at[slot])
-
-
-def _advance(call: _Call, place: _Place, width: int, me: Any, s: dict[str, Any]) -> None:
-    """A consumer's item: fold, write the state, run the block."""
+    Where there are slots for it, the state leaves by TMA from where it came.
+    """
+    slot, me = slots
     columns = Quads() if isinstance(call.prepared, Pairs) else Columns(width)
-    plgpu.barrier_wait(s["state_full"].at[me])
-    state = columns.load_state(s["state_s"].at[me])
-    plgpu.barrier_arrive(s["state_empty"].at[me])
-    plgpu.barrier_wait(s["rows_full"].at[me])
+    by_tma = s["state_s"].shape[0] > CONSUMERS
+    goal = call.state.at[place.target, place.head, :, place.columns]
+    plgpu.barrier_wait(s["state_full"].at[slot])
+    state = columns.load_state(s["state_s"].at[slot])
+    if not by_tma:
+        plgpu.barrier_arrive(s["state_empty"].at[slot])
+    plgpu.barrier_wait(s["tape_full"].at[me])
     state = _run(state, "tape", columns, (place, None), place.folded, me, s)
+    plgpu.barrier_arrive(s["tape_empty"].at[me])
 
     @pl.when(place.is_written & ((place.folded > 0) | (call.block is None)))
     def _() -> None:
-        columns.store_state(state, call.state.at[place.target, place.head, :, place.columns])
+        if not by_tma:
+            columns.store_state(state, goal)
+            return
+        columns.keep_state(state, s["state_s"].at[slot])
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(s["state_s"].at[slot], goal)
 
+    if call.block is not None:
+        plgpu.barrier_wait(s["block_full"].at[me])
     if isinstance(columns, Quads):
         vectors, rest, values, factors = (
             s[f"block_{name}"].at[me] for name in ("vectors", "rest", "values", "factors")
@@ -297,14 +263,18 @@ def _advance(call: _Call, place: _Place, width: int, me: Any, s: dict[str, Any])
         columns.run(products, values, factors, call.outputs, (place.b, place.head, place.columns.start))
     elif call.block is not None:
         _run(state, "block", columns, (place, call.outputs), jnp.int32(call.outputs.shape[1]), me, s)
-    plgpu.barrier_arrive(s["rows_empty"].at[me])
+    if call.block is not None:
+        plgpu.barrier_arrive(s["block_empty"].at[me])
+    if by_tma:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(s["state_empty"].at[slot])
 
 
 def _run(
     state: jax.Array,
     name: str,
     columns: Any,
-    goal: tuple[_Place, Any],
+    goal: tuple[Place, Any],
     count: Any,
     me: Any,
     s: dict[str, Any],
@@ -327,34 +297,3 @@ def _run(
 
     state, _ = lax.fori_loop(0, count, token, (state, columns.projected(state, keys.at[0])))
     return state
-
-
-def _move_tape(call: _Call, place: _Place) -> None:
-    """Write the inputs before the new tape, and the block, the new tape: a head's share, by its first item."""
-    G, heads = call.gates.shape[1], call.state.shape[1]
-    before, group = call.inputs.shape[1] - G, heads // call.inputs.shape[2]
-    member = lax.rem(place.head, group)
-
-    def move(first: Any) -> None:
-        """128 channels."""
-        channels = pl.ds(first, SIZE)
-        kept = [call.inputs[place.row, place.folded + j, place.key, channels] for j in range(before)]
-        tokens = 0 if call.block is None else call.block.inputs.shape[1]
-        new = [call.block.inputs[place.b, t, place.key, channels] for t in range(tokens)]
-        for j, raw in enumerate((*kept, *new)):
-            call.inputs[place.target, j, place.key, channels] = raw
-
-    @pl.when(place.is_written & (place.columns.start == 0))
-    def _() -> None:
-        move((2 + member) * SIZE)
-
-        @pl.when(member == 0)
-        def _of_key_head() -> None:
-            move(0)
-            move(SIZE)
-
-        if call.block is not None:
-            at = [(t, i) for t in range(call.block.gates.shape[1]) for i in range(2)]
-            raw = [call.block.gates[place.b, t, place.head, i] for t, i in at]
-            for (t, i), number in zip(at, raw, strict=True):
-                call.gates[place.target, t, place.head, i] = number

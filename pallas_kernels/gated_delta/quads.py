@@ -44,9 +44,9 @@ class Quads(by_columns.Columns):
     def __init__(self) -> None:
         super().__init__(COLUMNS)
 
-    def _rows(self) -> list[Any]:
+    def _rows_of_tile(self) -> list[Any]:
         first = arith.muli(_place(), by_columns.index_of(PAIR))
-        return [arith.addi(first, by_columns.index_of(SPAN * j + i)) for j in range(SIZE // SPAN) for i in range(PAIR)]
+        return [arith.addi(first, by_columns.index_of(i)) for i in range(PAIR)]
 
     def _numbers(self, ref: Any) -> Iterator[Any]:
         return by_columns.numbers_of(ref, arith.muli(_place(), by_columns.index_of(PAIR)), PAIR, SPAN)

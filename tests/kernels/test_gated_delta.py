@@ -330,13 +330,15 @@ def test_verify_and_fold_lower_for_cuda(form, T):
     assert cuda_lowering(fold, kept, w, numbers, numbers, numbers).count("xla.gpu.triton") == 2
 
 
-@pytest.mark.parametrize(("T", "tape"), [(16, 16), (11, 16), (1, 1), pytest.param(1, 16, marks=LONG)])
-def test_mosaic_lowers_for_cuda(T, tape):
+@pytest.mark.parametrize(
+    ("B", "T", "tape"), [(9, 16, 16), (4, 11, 16), (4, 1, 1), *(pytest.param(4, T, 16, marks=LONG) for T in (1, 16))]
+)
+def test_mosaic_lowers_for_cuda(B, T, tape):
     """Two kernels, of which Triton has the first one where tapes are of one token."""
-    struct, numbers = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((4,), jnp.int32)
+    struct, numbers = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((B,), jnp.int32)
     kept, w = kept_shapes(tape=tape)
     kernels = (1, 1) if tape == 1 else (0, 2)
-    block = struct((4, T, 16, 640), jnp.bfloat16), struct((4, T, 48, 2), jnp.bfloat16)
+    block = struct((B, T, 16, 640), jnp.bfloat16), struct((B, T, 48, 2), jnp.bfloat16)
     for pairs in (False, True)[:tape]:
         verify = functools.partial(mosaic.verify, pairs=pairs)
         verified = cuda_lowering(verify, kept, w, numbers, numbers, *block, numbers)

@@ -116,20 +116,23 @@ def test_a_block_in_registers_is_the_recurrence(monkeypatch, tokens):
 @pytest.mark.parametrize("tokens", [16, 11])
 def test_pairs_of_many_heads(tokens):
     """Blocks of 27B's heads in bfloat16: states as when tokens are written one by one, outputs but for rounding."""
-    B, heads, tape = 5, 48, 16
+    B, heads, tape = 9, 48, 16  # so many that states leave by TMA where blocks go by pairs
     rng = np.random.default_rng(3)
     kept, w = jax.tree.map(
         lambda like: jnp.asarray(rng.standard_normal(like.shape, np.float32) / 2, like.dtype), kept_shapes()
     )
     block = [rng.standard_normal(shape, np.float32) for shape in ((B, tokens, 16, 640), (B, tokens, heads, 2))]
     inputs, gates = (jnp.asarray(x, jnp.bfloat16) for x in block)
-    call = ints(3, 0, -1, 9, 15), ints(5, 0, 3, tape, 1), inputs, gates, ints(tokens, tokens, tokens, 4, 9)
+    lengths = 2 * [tokens, tokens, tokens, 4, 9]
+    call = ints(3, 0, -1, 9, 15, 1, 2, 4, 8), ints(5, 0, 3, tape, 1, 2, 6, 0, tape), inputs, gates, ints(*lengths[:B])
     (one, by_pairs), (other, by_token) = (
         jitted(name).verify(kept, w, *call) for name in ("mosaic pairs", "mosaic 128")
     )
     for found, wanted in zip(by_pairs, by_token, strict=True):
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
-    for b, length in ((0, tokens), (1, tokens), (3, 4), (4, 9)):
+    for b, length in enumerate(lengths[:B]):
+        if b == 2:
+            continue  # padding
         close = np.asarray(one[b, :length], np.float32), np.asarray(other[b, :length], np.float32)
         np.testing.assert_allclose(*close, atol=1e-2, rtol=1e-2)
         assert np.mean(close[0] != close[1]) < 0.02
