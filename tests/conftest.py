@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 # Looking for garbage took a twentieth of the suite's time. Engines and their pools, gigabytes of four devices, are
@@ -19,6 +19,11 @@ if not ON_GPU:  # before the first import of jax: a device count cannot be chang
     FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Workers, servers and notebooks keep the memory of arrays that they have freed: they need it again at once, and to give
+# it back and get it again was a sixth of the time that the system took.
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 30))
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 30))
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # of programs, which nobody looks for in these
 # Most of the suite's time goes into compiling, and much of it is compiled more than once: by other modules, by the
 # other worker, by servers that tests start, and by the next run.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
@@ -70,12 +75,34 @@ def pytest_xdist_make_scheduler(config, log):
     return ByScope(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+def turns(sizes, count):
+    """So many combinations of indices of axes of these sizes: each value of each axis has its turn."""
+    longest = max(sizes)
+    return {tuple((i + axis * (i // longest)) % size for axis, size in enumerate(sizes)) for i in range(count)}
+
+
+def leave_out_second_shapes(items):
+    """Mark as `long` what `in_turns(count)` leaves out of all combinations of a test's parameters."""
+    tests = defaultdict(list)
+    for item in items:
+        if mark := item.get_closest_marker("in_turns"):
+            tests[item.nodeid.partition("[")[0], *mark.args].append(item)
+    for (_, count), combinations in tests.items():
+        # Arguments that are given together have the same indices, and are one axis.
+        axes = list(dict.fromkeys(zip(*(item.callspec.indices.values() for item in combinations), strict=True)))
+        chosen = turns([1 + max(axis) for axis in axes], count)
+        for item, place in zip(combinations, zip(*axes, strict=True), strict=True):
+            if place not in chosen:
+                item.add_marker(pytest.mark.long)
+
+
 def pytest_collection_modifyitems(items):
     """Begin with the largest files and folders, so that no worker waits long for another's last."""
     sizes = Counter()
     for path, scope in {(item.path, scope_of(item.nodeid)) for item in items}:
         sizes[scope] += path.stat().st_size
     items.sort(key=lambda item: (-sizes[scope_of(item.nodeid)], item.path))
+    leave_out_second_shapes(items)
     for item in items:
         for mark, reason in SKIPPED.items():
             if reason and item.get_closest_marker(mark):

@@ -73,6 +73,7 @@ def assert_same_bits(found, expected):
         np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
 
 
+@pytest.mark.in_turns(8)
 @pytest.mark.parametrize("joined", [True, False], ids=["joined", "apart"])
 @pytest.mark.parametrize("norms", [True, False], ids=["norms", "no norms"])
 @pytest.mark.parametrize("name", CACHES)

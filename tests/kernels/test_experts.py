@@ -175,6 +175,7 @@ def test_gradients():
         assert error(gradient, wanted) < 1e-5
 
 
+@pytest.mark.in_turns(8)
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 16, 64, 8192])
 def test_lowers(monkeypatch, capability, tokens):

@@ -112,6 +112,7 @@ def shapes(kind, tokens, X, M, D, group=128, k=8):
     return struct((tokens, D), BF16), *weights, struct((tokens, k), jnp.int32), struct((tokens, k), F32)
 
 
+@pytest.mark.in_turns(12)
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)], ids=str)
 @pytest.mark.parametrize("kind", ["int4", "zeros", "fp8"])
 @pytest.mark.parametrize("tokens", [1, 16, 64, 8192])

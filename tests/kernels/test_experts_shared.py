@@ -45,6 +45,7 @@ def run(implementation):
     return jax.jit(functools.partial(experts, implementation=implementation, interpret=interpret))
 
 
+@pytest.mark.in_turns(12)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("implementation", "dtype", "most"), [("reference", F32, 1e-6), ("triton", BF16, 6e-3)])
@@ -67,6 +68,7 @@ def few_bits(kind, shape, seed):
     return FewBits(values, scales, zeros), np.asarray(wide).reshape(shape)
 
 
+@pytest.mark.in_turns(6)
 @pytest.mark.parametrize("place", ["one token", "few tokens", "sorted"])
 @pytest.mark.parametrize(
     ("kind", "routed_kind"), [("fp8", "fp8"), ("int4", "int4"), ("zeros", "bf16"), ("bf16", "int4")]

@@ -138,6 +138,7 @@ def shapes(tokens, rows, width, dtype):
     return struct((*tokens, width), dtype), struct((rows, width), dtype), scales
 
 
+@pytest.mark.in_turns(5)
 @pytest.mark.parametrize("dtype", [BF16, F16, E4M3], ids=lambda d: jnp.dtype(d).name)
 @pytest.mark.parametrize("tile", [FEW, *TILES], ids=lambda tile: f"{tile.rows}x{tile.columns}")
 def test_lowers(tile, dtype):
@@ -221,6 +222,7 @@ def test_sharded_lowering_knows_what_varies(dtype):
         lower(Spec())
 
 
+@pytest.mark.in_turns(27)
 @pytest.mark.parametrize("rows", [64, 63], ids=["split", "whole"])
 @pytest.mark.parametrize("kind", ["array", "quantized", "transposed"])
 @pytest.mark.parametrize("limit", [None, 50, 7])

@@ -69,6 +69,7 @@ def test_every_program_of_qwen3_8b_has_one_tile(tokens, shape):
     assert plan.tile.splits == (1 if tokens <= 64 else 2)
 
 
+@pytest.mark.in_turns(12)
 @pytest.mark.parametrize(
     ("dtype", "out"), [(BF16, BF16), (E4M3, BF16), (E4M3, F32)], ids=["bf16", "e4m3-bf16", "e4m3-f32"]
 )

@@ -56,6 +56,7 @@ def test_rows(implementation, shape, dtype):
     assert_same(run(quantize_rows, implementation, x), quantized(np.asarray(x, np.float32)))
 
 
+@pytest.mark.in_turns(8)
 @by_implementation
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=lambda d: jnp.dtype(d).name)
 @pytest.mark.parametrize(

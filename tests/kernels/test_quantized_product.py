@@ -202,6 +202,7 @@ def test_the_reference_widens_a_large_weight_in_blocks(monkeypatch):
     assert error(quantized_product(x, *weight, F32), np.asarray(x, np.float64) @ wide.T) < 2e-6
 
 
+@pytest.mark.in_turns(15)
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64, 2048])
 @pytest.mark.parametrize("kind", ["int4", "zeros", "fp8"])
 @pytest.mark.parametrize("shape", [(96, 5120), (5120, 17408)], ids=str)

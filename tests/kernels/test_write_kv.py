@@ -129,6 +129,7 @@ def assert_close(found, expected, dtype):
     assert (error / size).max() < 8 * float(jnp.finfo(dtype).eps)
 
 
+@pytest.mark.in_turns(20)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=lambda d: jnp.dtype(d).name)
 @pytest.mark.parametrize("norms", ["norms", "no norms"])
 @pytest.mark.parametrize("group", [0, 3, 4, *(pytest.param(group, marks=pytest.mark.long) for group in (1, 5))])
