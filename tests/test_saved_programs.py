@@ -205,16 +205,19 @@ def test_a_result_is_what_it_was_although_an_argument_has_as_many_fields(tmp_pat
 
 def test_the_users_own_cache_stays_the_only_one(monkeypatch, tmp_path):
     monkeypatch.setenv("DFLASH_CACHE_DIR", str(tmp_path))
-    assert platform.folder_of_programs() is None
-    jax.config.update("jax_enable_compilation_cache", True)
-    assert platform.folder_of_programs() is None  # tests have JAX keep what they compile
-    folder = jax.config.jax_compilation_cache_dir
+    is_enabled, folder = jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir
     try:
+        jax.config.update("jax_enable_compilation_cache", True)
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "of the user"))
+        assert platform.folder_of_programs() is None
         jax.config.update("jax_compilation_cache_dir", None)
         assert platform.folder_of_programs() == tmp_path / "programs"
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         platform.enable_compilation_cache()
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
         assert platform.folder_of_programs() == tmp_path / "programs"  # beside JAX's cache of other programs
+        jax.config.update("jax_enable_compilation_cache", False)
+        assert platform.folder_of_programs() is None
     finally:
         jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_enable_compilation_cache", is_enabled)
