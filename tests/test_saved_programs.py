@@ -63,9 +63,10 @@ def use_jaxs_cache(is_enabled):
 @pytest.fixture(autouse=True)
 def without_jaxs_cache():
     """A program that XLA's CPU backend has loaded is saved without its code."""
+    is_enabled = jax.config.jax_enable_compilation_cache
     use_jaxs_cache(False)
     yield
-    use_jaxs_cache(True)
+    use_jaxs_cache(is_enabled)
 
 
 @pytest.fixture
