@@ -18,13 +18,11 @@ if not ON_GPU:  # before the first import of jax: a device count cannot be chang
     FLAGS += " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
     FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
-    # A program is compiled in less time, then, than JAX's cache takes to write and to read it: in a run of the suite it
-    # had 2,187 misses and 460 hits, each of which took 0.06 s more. Five files took 9 % more CPU time with it.
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-else:  # compiling takes longer there: it is done once for all modules
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Most of the suite's time goes into compiling, and much of it is compiled more than once: by other modules, by the
+# other workers, by servers that tests start, and by the next run.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # of programs, which nobody looks for in these
 
 import hypothesis

@@ -24,7 +24,7 @@ OURS = {
 PARITY = {"torch", "auto_round", "auto_round_extension", "compressed_tensors"}
 AGENTS = {"agents", "litellm"}  # tests/agents/install.py puts them into an environment of their own
 NOT_IMPORTED = {"absl-py", "jinja2"}  # other packages import them without declaring them
-NOT_IMPORTED_BY_TESTS = {"beartype", "ipykernel", "mypy", "ruff", "types-pyyaml"}
+NOT_IMPORTED_BY_TESTS = {"beartype", "ipykernel", "mypy", "ruff", "types-pyyaml", "zstandard"}
 PRIVATE = {"jax", "jaxlib", "uvicorn"}  # packages of which private names are used
 
 
