@@ -3,6 +3,7 @@
 import gc
 import os
 from collections import Counter, defaultdict
+from itertools import combinations, product
 from pathlib import Path
 
 # Looking for garbage took a twentieth of the suite's time. Engines and their pools, gigabytes of four devices, are
@@ -72,9 +73,16 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def turns(sizes, count):
-    """So many combinations of indices of axes of these sizes: each value of each axis has its turn."""
-    longest = max(sizes)
-    return {tuple((i + axis * (i // longest)) % size for axis, size in enumerate(sizes)) for i in range(count)}
+    """So many combinations of indices of axes: first those with values that none has, then with pairs that none has."""
+    left, seen, chosen = list(product(*map(range, sizes))), set(), set()
+    while left and len(chosen) < count:
+        values = {place: set(enumerate(place)) for place in left}
+        pairs = {place: set(combinations(enumerate(place), 2)) for place in left}
+        best = max(left, key=lambda place: (len(values[place] - seen), len(pairs[place] - seen)))
+        seen |= values[best] | pairs[best]
+        chosen.add(best)
+        left.remove(best)
+    return chosen
 
 
 def leave_out_second_shapes(items):
@@ -83,11 +91,11 @@ def leave_out_second_shapes(items):
     for item in items:
         if mark := item.get_closest_marker("in_turns"):
             tests[item.nodeid.partition("[")[0], *mark.args].append(item)
-    for (_, count), combinations in tests.items():
+    for (_, count), every in tests.items():
         # Arguments that are given together have the same indices, and are one axis.
-        axes = list(dict.fromkeys(zip(*(item.callspec.indices.values() for item in combinations), strict=True)))
+        axes = list(dict.fromkeys(zip(*(item.callspec.indices.values() for item in every), strict=True)))
         chosen = turns([1 + max(axis) for axis in axes], count)
-        for item, place in zip(combinations, zip(*axes, strict=True), strict=True):
+        for item, place in zip(every, zip(*axes, strict=True), strict=True):
             if place not in chosen:
                 item.add_marker(pytest.mark.long)
 

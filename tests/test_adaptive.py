@@ -115,7 +115,6 @@ def best_speedup(device: Device, size: int, acceptance: np.ndarray | float) -> f
     return max(tokens[k - 1] * device.seconds(rows, 1) / device.seconds(rows, k) for k in LENGTHS)
 
 
-@pytest.mark.in_turns(15)
 @pytest.mark.parametrize("acceptance", [0, 0.3, 0.6, GOOD, 1])
 @pytest.mark.parametrize(
     ("size", "device"),
@@ -196,7 +195,6 @@ def test_acceptance_that_switches_is_followed(size, free_tokens, drafting):
     assert run.speedup(1800) > 0.95 * best_speedup(device, size, GOOD)
 
 
-@pytest.mark.in_turns(12)
 @pytest.mark.parametrize("acceptance", [BAD, 0.5, GOOD])
 @pytest.mark.parametrize("free_tokens", [16, 64, 256])
 @pytest.mark.parametrize(

@@ -12,5 +12,7 @@ def test_each_value_of_each_axis_has_its_turn(sizes, count):
     assert [{place[axis] for place in chosen} for axis in range(len(sizes))] == [set(range(size)) for size in sizes]
 
 
-def test_axes_of_one_size_do_not_go_hand_in_hand():
-    assert len({(one - other) % 4 for one, other in turns((4, 4), 8)}) > 1
+def test_as_many_pairs_have_theirs_as_there_is_room_for():
+    chosen = turns((4, 2, 2), 8)
+    for one, other, pairs in ((0, 1, 8), (0, 2, 8), (1, 2, 4)):
+        assert len({(place[one], place[other]) for place in chosen}) == pairs

@@ -1,9 +1,10 @@
 """Verify and fold of Gated DeltaNet on Hopper: the second kernel, with a state in registers (`columns`, `quads`).
 
 A consumer warpgroup has one head of one sequence, or half of its columns where heads are few: a column needs no other.
-A producer warpgroup brings states and tokens by TMA while the two consumers compute, and moves the raw inputs that
-become the new tape where the first kernel has not. Tokens are written one after another, by the same operations whether
-they are folded, decoded or verified, and however wide an item is: so a state's bits do not depend on that.
+A producer warpgroup (`producer`) brings states and tokens by TMA while the two consumers compute, and moves the raw
+inputs that become the new tape where the first kernel has not. Tokens are written one after another, by the same
+operations whether they are folded, decoded or verified, and however wide an item is: so a state's bits do not depend on
+that.
 
 Blocks of many heads in 16 bits are not written (`takes_pairs`): the first kernel says what their tokens have to do with
 each other, and one product on tensor cores, with errors of 2**-16, takes the place of 16 passes over the state.
