@@ -166,7 +166,8 @@ def _body(call: _Call, sizes: Sizes, *, window: Any, taps: Any, vectors_full: An
     row = jnp.where(is_sequence, row, 0)
     folded = jnp.where(is_sequence, jnp.clip(call.count[b], 0, G), 0)
     length = jnp.int32(0) if call.block is None else jnp.clip(call.block.length[b], 0, sizes.block)
-    scalars = {"b": b, "key": key, "row": row, "folded": folded, "length": length, "is_sequence": is_sequence}
+    scalars = {"b": b, "key": key, "row": row, "folded": folded, "length": length}
+    scalars["is_sequence"] = is_sequence.astype(jnp.int32)
     block_rows, width = sizes.before + sizes.block, sizes.before + 1
 
     def fetch(slot: int, part: Any, barrier: Any, is_tape: bool) -> None:
@@ -193,7 +194,7 @@ def _body(call: _Call, sizes: Sizes, *, window: Any, taps: Any, vectors_full: An
 
     @pl.when(cta == 0)
     def _of_key_head() -> None:
-        parts = {QUERIES: 0, KEYS: 1}
+        parts, heads = {QUERIES: 0, KEYS: 1}, _scalars_of_heads(call, sizes, key)
         fetch(TAPE, parts[KEYS], vectors_full, is_tape=True)
         if call.block is not None:
             for slot, part in parts.items():
@@ -201,7 +202,7 @@ def _body(call: _Call, sizes: Sizes, *, window: Any, taps: Any, vectors_full: An
         plgpu.barrier_wait(vectors_full)
         if call.block is not None:
             keep(parts)
-        keys_and_queries(sizes, _refs_of_vectors(call, window, taps, s), scalars)
+        keys_and_queries(sizes, _refs_of_vectors(call, window, taps, s), scalars | heads)
 
     @pl.when(cta > 0)
     def _of_values() -> None:
@@ -223,10 +224,20 @@ def _body(call: _Call, sizes: Sizes, *, window: Any, taps: Any, vectors_full: An
     plgpu.wait_smem_to_gmem(0)  # of what is kept
 
 
+def _scalars_of_heads(call: _Call, sizes: Sizes, key: Any) -> dict[str, Any]:
+    """Parameters of a key head's value heads.
+
+    As references they would count as written, as all do that instructions of ours are given, so that XLA copied both
+    for each layer: 96 copies of 1.1 us in a round of 27B.
+    """
+    refs, head = {"rate": call.A_log, "bias": call.dt_bias}, key * sizes.group
+    members = range(sizes.group)
+    return {f"{name}_{i}": ref[head + i].astype(jnp.float32) for name, ref in refs.items() for i in members}
+
+
 def _refs_of_vectors(call: _Call, window: Any, taps: Any, s: dict[str, Any]) -> dict[str, Any]:
     refs = {"window": window, "conv": taps, "tape_keys": call.tape.keys}
-    refs |= {"rate": call.A_log, "bias": call.dt_bias, "kept_gates": call.gates}
-    refs |= {"tape_decay": call.tape.decay, "tape_strength": call.tape.strength}
+    refs |= {"kept_gates": call.gates, "tape_decay": call.tape.decay, "tape_strength": call.tape.strength}
     if call.block is not None:
         refs["block_gates"] = call.block.gates
     refs |= s

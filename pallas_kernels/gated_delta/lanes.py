@@ -154,7 +154,7 @@ def _write_gates(sizes: Sizes, m: SimpleNamespace) -> None:
         with _when(LESS, item, i32(total)):
             member, t = _divided(item, TOKENS)
             head = _sum(_product(m.key, i32(sizes.group)), member)
-            rate, bias = exp(_load(m.rate, head)), _load(m.bias, head)
+            rate, bias = exp(_of_member(sizes, m, "rate", member)), _of_member(sizes, m, "bias", member)
             with _when(LESS, t, m.folded):
                 g, beta = _log_and_strength(_raw(m.kept_gates, m.row, t, head), rate, bias)
                 _store(exp(g), m.tape_decay, m.b, head, t)
@@ -187,7 +187,7 @@ def _log_and_strength(raw: tuple[Any, Any], rate: Any, bias: Any) -> tuple[Any, 
 
 
 def _inline(emit: Callable[[SimpleNamespace], None], refs: dict[str, Any], scalars: dict[str, Any]) -> None:
-    """Emit instructions that see references and int32 scalars by name, and the number of their thread."""
+    """Emit instructions that see references and scalars by name, and the number of their thread."""
     names = [*refs, *scalars]
 
     @plgpu.inline_mgpu(arg_types=(*(REF for _ in refs), *(SCALAR for _ in scalars)))
@@ -197,7 +197,7 @@ def _inline(emit: Callable[[SimpleNamespace], None], refs: dict[str, Any], scala
         thread = arith.index_cast(i32(0).type, gpu.thread_id(gpu.Dimension.x))
         emit(SimpleNamespace(thread=thread, **dict(zip(names, values, strict=True))))
 
-    run(*refs.values(), *(jnp.asarray(scalar, jnp.int32) for scalar in scalars.values()))
+    run(*refs.values(), *map(jnp.asarray, scalars.values()))
 
 
 def _write(lane: Lane, tokens: list[list[Any]], ref: Any, first: Any, count: Any, channel: Any) -> None:
@@ -320,6 +320,14 @@ def _raw(ref: Any, *at: Any) -> tuple[Any, Any]:
     """The projections b and a as they lie in memory."""
     b, a = (memref.load(ref, [*map(_index, at), _index(i32(i))]) for i in range(2))
     return b, a
+
+
+def _of_member(sizes: Sizes, m: SimpleNamespace, name: str, member: Any) -> Any:
+    """The scalar of one of a key head's value heads."""
+    chosen, *others = (getattr(m, f"{name}_{i}") for i in range(sizes.group))
+    for i, other in enumerate(others, 1):
+        chosen = arith.select(_is(EQUAL, member, i32(i)), other, chosen)
+    return chosen
 
 
 def _load(ref: Any, *at: Any) -> Any:
