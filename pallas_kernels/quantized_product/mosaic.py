@@ -177,7 +177,9 @@ def quantized_product(
     if tokens == 0:
         return jnp.zeros((*x.shape[:-1], outputs), dtype)
     plan = plan_of(config or default_config(x, values, scales), x, values, scales)
-    rows = jnp.pad(x.reshape(tokens, -1), ((0, plan.tokens - tokens), (0, 0)))
+    rows = x.reshape(tokens, -1)
+    if tokens > ALIGNED:  # TMA fills up a tile, but not tiles of which the last one is not whole
+        rows = jnp.pad(rows, ((0, plan.tokens - tokens), (0, 0)))
     operands = _compat.vary_alike(rows, values, scales, *([] if zeros is None else [zeros]))
     result = _compat.out_like((plan.parts, tokens, outputs), jnp.float32 if plan.parts > 1 else dtype, operands[0])
     (out,) = _launch(plan, operands, result)(*operands)
@@ -271,7 +273,8 @@ def _produce(x: Any, values: Any, first: Any, last: Any, plan: Plan, s: dict[str
         rows = pl.ds(tile * plan.rows, plan.rows)
         full = s["full"].at[slot]
         plgpu.copy_gmem_to_smem(values.at[rows, pl.ds(k * width, width)], s["weight_s"].at[slot], full)
-        plgpu.copy_gmem_to_smem(x.at[:, pl.ds(k * plan.depth, plan.depth)], s["x_s"].at[slot], full)
+        inputs = pl.ds(k * plan.depth, plan.depth)
+        plgpu.copy_gmem_to_smem(x.at[pl.ds(jnp.int32(0), plan.tokens), inputs], s["x_s"].at[slot], full)
 
     lax.fori_loop(first, last, step, None)
 
