@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import _compat
 from pallas_kernels.quantize.reference import E4M3, LARGEST, SMALLEST
 
+LEAST_PIECE = 64  # hidden units of a part; fewer that are left are padded
 _MAX_WIDTH = 1 << 16  # numbers of a row: 128 registers of each of 512 threads
 
 
@@ -97,32 +98,41 @@ def _quantize_rows(x: Any, numbers: Any, scales: Any) -> None:
     """One program: one row, padded with zeros to the next power of two."""
     column = jnp.arange(pl.next_power_of_2(x.shape[1]), dtype=jnp.int32)
     exists = None if len(column) == x.shape[1] else column < x.shape[1]
-    _store([(_load(x, column, exists), column)], exists, numbers, scales)
+    _store([(_load(x, column, exists), column, exists)], numbers, scales)
 
 
 def _quantize_gated(products: Any, of_tokens: Any, of_units: Any, numbers: Any, scales: Any, *, units: int) -> None:
     """One program: the hidden units of one token. Each part has its gates in front of its up projections.
 
     Parts and units are separate axes, so that the compiler sees which numbers are neighbours in memory. Units come in
-    pieces of a power of two where that divides them, so that no padding is computed.
+    pieces of powers of two, so that little padding is computed: the 1,088 of 27B are 1,024 and 64. Padded to 2,048, 256
+    tokens took 25.2 us, and 16 took 10.8 (H200).
     """
     parts = numbers.shape[1] // units
-    size = math.gcd(units, 1 << 10) if units % 128 == 0 else pl.next_power_of_2(units)
     part = jnp.arange(pl.next_power_of_2(parts), dtype=jnp.int32)[:, None]
-    unit = jnp.arange(size, dtype=jnp.int32)[None, :]
-    exists = None if len(part) == parts and size <= units else (part < parts) & (unit < units)
-    of_token = of_tokens[pl.program_id(0)]
+    of_token, pieces, start = of_tokens[pl.program_id(0)], [], 0
+    for size in _pieces(units):
+        unit = start + jnp.arange(size, dtype=jnp.int32)[None, :]
+        exists = None if len(part) == parts and start + size <= units else (part < parts) & (unit < units)
 
-    def load(column: jax.Array) -> jax.Array:
-        factor = pltriton.load(of_units.at[column], mask=exists, other=None if exists is None else 0.0)
-        return _load(products, column, exists) * (of_token * factor)
+        def load(column: jax.Array, exists: jax.Array | None = exists) -> jax.Array:
+            factor = pltriton.load(of_units.at[column], mask=exists, other=None if exists is None else 0.0)
+            return _load(products, column, exists) * (of_token * factor)
 
-    pieces = []
-    for start in range(0, units, size):
-        column = 2 * units * part + start + unit
-        gate, up = load(column), load(column + units)
-        pieces.append((gate * up / (1 + jnp.exp(-gate)), units * part + start + unit))
-    _store(pieces, exists, numbers, scales)
+        gate, up = load(2 * units * part + unit), load(2 * units * part + units + unit)
+        pieces.append((gate * up / (1 + jnp.exp(-gate)), units * part + unit, exists))
+        start += size
+    _store(pieces, numbers, scales)
+
+
+def _pieces(units: int) -> list[int]:
+    """Powers of two that units are the sum of, the largest first; the last may reach beyond them."""
+    pieces, rest = [], units
+    while rest > 0:
+        size = 1 << (rest.bit_length() - 1)
+        pieces.append(size if size >= LEAST_PIECE or size == rest else pl.next_power_of_2(rest))
+        rest -= pieces[-1]
+    return pieces
 
 
 def _load(ref: Any, column: jax.Array, exists: jax.Array | None) -> jax.Array:
@@ -131,18 +141,18 @@ def _load(ref: Any, column: jax.Array, exists: jax.Array | None) -> jax.Array:
     return pltriton.load(source, mask=exists, other=None if exists is None else 0.0).astype(jnp.float32)
 
 
-def _store(pieces: list[tuple[jax.Array, jax.Array]], exists: jax.Array | None, numbers: Any, scales: Any) -> None:
-    """Quantise this program's row, given as pieces with their columns, and store its numbers and its scale."""
-    quantized_pieces, scales[pl.program_id(0)] = quantized([wide for wide, _ in pieces])
-    for values, (_, column) in zip(quantized_pieces, pieces, strict=True):
+def _store(pieces: list[tuple[jax.Array, jax.Array, jax.Array | None]], numbers: Any, scales: Any) -> None:
+    """Quantise this program's row, as pieces with their columns and masks, and store its numbers and its scale."""
+    quantized_pieces, scales[pl.program_id(0)] = quantized([wide for wide, *_ in pieces])
+    for values, (_, column, exists) in zip(quantized_pieces, pieces, strict=True):
         pltriton.store(numbers.at[jnp.full_like(column, pl.program_id(0)), column], values, mask=exists)
 
 
 def quantized(pieces: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-    """The e4m3 numbers and the scale of a float32 row that is given in pieces of one shape.
+    """The e4m3 numbers and the scale of a float32 row that is given in pieces.
 
     The row's largest number becomes the largest of e4m3.
     """
-    largest = functools.reduce(jnp.maximum, [jnp.abs(wide) for wide in pieces])
-    scale = jnp.maximum(jnp.max(largest), SMALLEST) / LARGEST
+    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(wide)) for wide in pieces])
+    scale = jnp.maximum(largest, SMALLEST) / LARGEST
     return [jnp.clip(wide * (1 / scale), -LARGEST, LARGEST).astype(E4M3) for wide in pieces], scale
