@@ -45,7 +45,7 @@ from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import checked
 from pallas_kernels.product import PRODUCT
 from pallas_kernels.quantize import QUANTIZE_GATED, QUANTIZE_ROWS
-from pallas_kernels.quantized_product import operation_of
+from pallas_kernels.quantized_product import QUANTIZED_SWIGLU, operation_of
 from pallas_kernels.registry import Call, Device, Explanation, explain
 from pallas_kernels.route import ROUTE
 from pallas_kernels.swiglu import SWIGLU
@@ -124,7 +124,11 @@ class Step:
         F = parts * width
         if self.is_quantized:
             yield Call(QUANTIZE_GATED, "hidden units", (F,))
-        if self.is_quantized or self.bits is not None:
+        if self.bits is not None:
+            values, scales = self._few_bits(parts, 2, width, D)
+            label = f"{of}gate_up_proj {self.bits} bits {[parts, 2, width, D]}"
+            yield Call(QUANTIZED_SWIGLU, label, (self._rows(D), values, scales, None, self.dtype))
+        elif self.is_quantized:
             yield self._product(f"{of}gate_up_proj", 2 * F, D)
         else:
             gate_up = Struct((parts, 2, width, D), self.dtype)
@@ -149,9 +153,17 @@ class Step:
         if self.bits is None:
             return Struct(shape, self.dtype)
         *outputs, inputs = shape
-        values: Any = Struct((*outputs, inputs * self.bits // 16), jnp.uint16 if self.bits == 4 else jnp.int16)
-        scales: Any = Struct((*outputs, max(1, inputs // GROUP)), jnp.bfloat16)
-        return FewBits(values, scales)
+        values, scales = self._few_bits(*shape)
+        of_words: Any = values if self.bits == 4 else Struct((*outputs, inputs // 2), jnp.int16)
+        return FewBits(of_words, scales)
+
+    def _few_bits(self, *shape: int) -> tuple[Any, Any]:
+        """Numbers and scales of a weight of the target's bits."""
+        *outputs, inputs = shape
+        packed = Struct((*outputs, inputs // 4), jnp.uint16)
+        return packed if self.bits == 4 else Struct(shape, E4M3), Struct(
+            (*outputs, max(1, inputs // GROUP)), jnp.bfloat16
+        )
 
     def _attentions(self, N: int, K: int, H: int) -> Iterator[Call]:
         pages = -(-self.context // self.page_size)
@@ -195,8 +207,7 @@ class Step:
 
     def _product(self, name: str, outputs: int, inputs: int, dtype: Any = None) -> Call:
         if self.bits is not None and name not in WIDE:
-            values = Struct((outputs, inputs // 4), jnp.uint16) if self.bits == 4 else Struct((outputs, inputs), E4M3)
-            scales = Struct((outputs, max(1, inputs // GROUP)), jnp.bfloat16)
+            values, scales = self._few_bits(outputs, inputs)
             label = f"{_text(self._rows(inputs))} x {name} {self.bits} bits [{outputs}, {inputs}]"
             return Call(operation_of(values), label, (self._rows(inputs), values, scales, None, self.dtype))
         x, weight = self._rows(inputs, self._weight_dtype), Struct((outputs, inputs), self._weight_dtype)

@@ -126,13 +126,13 @@ def vary_alike(*operands: Any) -> tuple[Any, ...]:
     return alike
 
 
-def smem_transpose(ref: Any) -> Any:
-    """The transpose of a two-dimensional shared-memory reference (Mosaic GPU)."""
+def smem_transpose(ref: Any, permutation: tuple[int, ...] = (1, 0)) -> Any:
+    """A shared-memory reference whose axes are permuted (Mosaic GPU)."""
     if _OLD:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        return plgpu.transpose_ref(ref, (1, 0))
-    return ref.T
+        return plgpu.transpose_ref(ref, permutation)
+    return ref.transpose(permutation)
 
 
 def smem_load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:

@@ -11,7 +11,15 @@ from pallas_kernels import registry
 from pallas_kernels.quantized_product.layout import FewBits
 from pallas_kernels.registry import AMPERE_ON, FP8_GPUS, HOPPER
 
-__all__ = ["FP8_PRODUCT", "INT4_PRODUCT", "operation_of", "quantized_product", "split_quantized_product"]
+__all__ = [
+    "FP8_PRODUCT",
+    "INT4_PRODUCT",
+    "QUANTIZED_SWIGLU",
+    "operation_of",
+    "quantized_product",
+    "quantized_swiglu",
+    "split_quantized_product",
+]
 
 Implementation = Literal["mosaic", "mosaic_two_sided", "mosaic_wide", "triton", "reference"]
 
@@ -38,6 +46,22 @@ FP8_PRODUCT = _operation(  # with scales of groups
     "fp8_product",
     FP8_GPUS,
     registry.Implementation("mosaic_two_sided", _TWO_SIDED, HOPPER, refusal="two_sided_refusal"),
+)
+
+
+QUANTIZED_SWIGLU = registry.Operation(  # a call is (x, values, scales, zeros, dtype)
+    "quantized_swiglu",
+    (
+        registry.Implementation(
+            "mosaic_two_sided",
+            "pallas_kernels.quantized_product.swiglu:two_sided_swiglu",
+            HOPPER,
+            slower="slower",
+            refusal="refusal",
+        ),
+        registry.Implementation("apart", "pallas_kernels.quantized_product.swiglu:apart"),
+        registry.Implementation(registry.REFERENCE, "pallas_kernels.quantized_product.reference:swiglu"),
+    ),
 )
 
 
@@ -95,6 +119,39 @@ def split_quantized_product(
     _check(x, values, scales, zeros)
     parts: Array = picked.load()(*call, may_split=True)
     return parts
+
+
+def quantized_swiglu(
+    x: Float[Array, "*T D"],
+    values: UInt16[Array, "E 2 I packed"] | Float8e4m3fn[Array, "E 2 I D"],
+    scales: Float[Array, "E 2 I G"],
+    zeros: UInt8[Array, "E 2 I G"] | None = None,
+    *,
+    implementation: Literal["mosaic_two_sided", "apart", "reference"] | None = None,
+) -> Float[Array, "*T F"]:
+    """``silu(x @ gate.T) * (x @ up.T)`` for any number of tokens, with gate and up in few bits, in the dtype of x.
+
+    Args:
+      x: the normed input of the MLP.
+      values: E parts of the MLP's width F = E I, as `quantized_product` takes them; in each first the rows of gate.
+      scales: likewise.
+      zeros: likewise.
+      implementation: on Hopper, for e4m3, ``"mosaic_two_sided"`` finishes the hidden units within the product of more
+        than 64 tokens; ``"apart"`` is `quantized_product`, then the activation. None picks the fastest that can.
+
+    Raises:
+      ValueError: shapes or dtypes that do not belong together; the message prints them.
+      NotImplementedError: the chosen implementation cannot do the call; the message says why.
+
+    Source: SwiGLU (arXiv 2002.05202).
+    """
+    weight = FewBits(values, scales, zeros)
+    weight.check()
+    if len(weight.shape) != 4 or weight.shape[1] != 2 or x.shape[-1] != weight.shape[3]:
+        raise ValueError(f"x must be [*T, D] and the weight [E, 2, I, D]; got {list(x.shape)} and {list(weight.shape)}")
+    call = (x, values, scales, zeros, x.dtype)
+    hidden: Array = QUANTIZED_SWIGLU.function(implementation, call)(*call)
+    return hidden
 
 
 def operation_of(values: Any) -> registry.Operation:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _compat
 from pallas_kernels.lib import timing
-from pallas_kernels.quantized_product import mosaic, reference, triton, wide
+from pallas_kernels.quantized_product import mosaic, reference, triton, wide, wide_plan
 from pallas_kernels.quantized_product.triton import Config
 
 SHAPES = {  # [O, I] of Qwen3.6-27B
@@ -67,10 +67,10 @@ def measure(kind: str, weight_name: str, tokens: int, *, sweep: bool, bandwidth:
     chosen = triton.default_config(*data[0][:3], may_split=True)
     every: list[tuple[str, Any]] = [("triton", config) for config in configs(kind, tokens, shape[1]) if sweep]
     every = every or [("triton", chosen)]
-    of_operands, two_sided = data[0][:3], functools.partial(wide.default_config, is_two_sided=True)
+    of_operands, two_sided = data[0][:3], functools.partial(wide_plan.default_config, is_two_sided=True)
     on_hopper: dict[str, tuple[Any, ...]] = {
         "mosaic": (mosaic.quantized_product, mosaic.refusal, mosaic.default_config),
-        "mosaic_wide": (wide.quantized_product, wide.refusal, wide.default_config),
+        "mosaic_wide": (wide.quantized_product, wide.refusal, wide_plan.default_config),
         "mosaic_two_sided": (wide.two_sided_product, wide.two_sided_refusal, two_sided),
     }
     for implementation, (_, refusal, config_of) in on_hopper.items():

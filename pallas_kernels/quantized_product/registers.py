@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 from jaxtyping import BFloat16, UInt16
 
 from pallas_kernels import _compat
@@ -22,6 +22,7 @@ from pallas_kernels.quantized_product.layout import LONGEST, PLACES
 from pallas_kernels.quantized_product.reference import MIDDLE
 
 TILE = 8  # columns of a tile of wgmma's layout
+_TURN = 8  # rows of a warp, of which a thread of wgmma's layout has one, before the next 8
 RUN = LONGEST // PLACES  # words of a group
 EXACT = 128  # a bfloat16 from here to 255 has its integer in its last seven bits
 HALF = LONGEST // 2  # inputs of a product: 128 bytes of a token, the width of a tile of shared memory
@@ -120,6 +121,32 @@ def _widened_8_bits(weight: Any, groups: int) -> Iterator[tuple[int, Any, jax.Ar
 def load(ref: Any, layout: Any) -> jax.Array:
     """A column of global memory in a layout; neighbouring rows may lie apart."""
     return _compat.smem_load(ref, layout, optimized=False)
+
+
+def load_in_turns(ref: Any, first: Any, second: Any, column: Any) -> jax.Array:
+    """Load a column of 64 rows of global memory, in turns 8 from ``first`` on and 8 from ``second`` on."""
+    layout, scalar = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WG_SPLAT(())
+    held = plgpu.ShapeDtypeStruct((2 * _TURN * utils.WARPS_IN_WARPGROUP,), ref.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar, scalar), return_type=held)
+    def load(ctx: Any, ref: Any, *at: FragmentedArray) -> FragmentedArray:
+        del ctx
+        first, second, column = (number.registers.item() for number in at)
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        thread = arith.remui(utils.thread_idx(), utils.c(utils.WARPGROUP_SIZE, i32))
+        row = arith.divui(thread, utils.c(utils.WARP_SIZE // _TURN, i32))  # 8 of each warp
+        mosaic_layout = layout.to_mgpu()
+        loaded = np.empty(mosaic_layout.registers_shape(held.shape), object)
+        for (place, _), start in zip(np.ndenumerate(loaded), (first, second), strict=True):
+            indices = [arith.index_cast(index, number) for number in (arith.addi(start, row), column)]
+            value = memref.load(ref, indices)
+            loaded[place] = vector.from_elements(ir.VectorType.get((1,), value.type), [value])
+        is_signed = False if ref_dtype == jnp.uint8 else None
+        return FragmentedArray(_registers=loaded, _layout=mosaic_layout, _is_signed=is_signed)
+
+    ref_dtype = ref.dtype
+    array: jax.Array = load(ref, *(jnp.asarray(number, jnp.int32) for number in (first, second, column)))
+    return array
 
 
 def store_transposed(array: jax.Array, out: Any, part: Any, token: Any, row: Any) -> None:

@@ -7,7 +7,7 @@ the next group begins.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,30 +22,46 @@ ROWS = 64  # of the weight that a consumer has: those of a wgmma
 LEAST_SCALE = 1e-30  # what scales nearer to 0 count as, since sums are divided by them
 
 
-def sums(factors: tuple[Any, ...], row: Any, me: Any, steps: tuple[Any, Any, Any], s: dict[str, Any]) -> jax.Array:
+class Rows(NamedTuple):
+    """The rows of the weight that a consumer has: 64 neighbours, or in turns 8 of gate and 8 of up.
+
+    Attributes:
+        first: of all, or of gate.
+        up: the first of up; None where the rows are neighbours.
+    """
+
+    first: Any
+    up: Any = None
+
+    def load(self, factors: Any, k: Any) -> jax.Array:
+        """The rows' factors [O, G] of a group; rows beyond the last, of which nothing is stored, get any."""
+        most = len(factors) - ROWS
+        if self.up is not None:
+            gate, up = (jnp.minimum(row, most + ROWS // 2) for row in self)
+            return registers.load_in_turns(factors, gate, up, k)
+        return registers.load(factors.at[pl.ds(jnp.minimum(self.first, most), ROWS), k], plgpu.Layout.WGMMA.reduce(1))
+
+
+def sums(factors: tuple[Any, ...], rows: Rows, me: Any, steps: tuple[Any, Any, Any], s: dict[str, Any]) -> jax.Array:
     """Products [64, tokens] of a consumer's rows with all tokens of the ring, over some steps of a group each.
 
     Args:
         factors: scales [O, G], and zero points if there are any, in global memory.
-        row: the first of the consumer.
+        rows: of the consumer.
         me: the number of the consumer, who has as many rows of each slot of the ring.
         steps: how many went through the ring before, the first group, and the one behind the last.
         s: the ring: ``x_s``, ``weight_s``, and barriers ``full`` and ``empty``.
     """
     count, start, end = steps
     stages, tokens, _ = s["x_s"].shape
-    by_row = plgpu.Layout.WGMMA.reduce(1)
-    rows = rows_of(factors[0], row)
 
     def load(k: Any) -> list[jax.Array]:
-        """Scales and zero points of a step; loaded one step ahead, or it would wait for memory."""
-        scale, *zeros = (registers.load(ref.at[rows, k], by_row) for ref in factors)
-        scale = scale.astype(jnp.float32)
-        return [jnp.where(jnp.abs(scale) < LEAST_SCALE, LEAST_SCALE, scale), *zeros]
+        """Scales and zero points of a step; loaded one step ahead, and used there, or it would wait for memory."""
+        return [rows.load(ref, k) for ref in factors]
 
     def step(k: Any, carried: Any) -> Any:
-        total, last, (scale, *zeros) = carried
-        ahead = load(jnp.minimum(k + 1, end - 1))
+        total, last, (loaded, *zeros) = carried
+        ahead, scale = load(jnp.minimum(k + 1, end - 1)), _divisor(loaded)
         slot = lax.rem(count + k - start, stages)
         total *= lax.broadcast_in_dim(last / scale, total.shape, (0,))
         plgpu.barrier_wait(s["full"].at[slot])
@@ -55,13 +71,14 @@ def sums(factors: tuple[Any, ...], row: Any, me: Any, steps: tuple[Any, Any, Any
 
     total = plgpu.layout_cast(jnp.zeros((ROWS, tokens), jnp.float32), plgpu.Layout.WGMMA)
     first = load(start)
-    total, last, _ = lax.fori_loop(start, end, step, (total, first[0], first))
+    total, last, _ = lax.fori_loop(start, end, step, (total, _divisor(first[0]), first))
     return total * lax.broadcast_in_dim(last, total.shape, (0,))
 
 
-def rows_of(factors: Any, row: Any) -> Any:
-    """The rows of a consumer, to load factors of; of rows beyond the last, nothing is stored."""
-    return pl.ds(jnp.minimum(row, len(factors) - ROWS), ROWS)
+def _divisor(scale: jax.Array) -> jax.Array:
+    """A scale in float32, or what counts as one where sums could not be divided by it."""
+    wide = scale.astype(jnp.float32)
+    return jnp.where(jnp.abs(wide) < LEAST_SCALE, LEAST_SCALE, wide)
 
 
 def _added(total: jax.Array, weight: Any, x: Any, zeros: list[jax.Array]) -> jax.Array:

@@ -12,9 +12,8 @@ e4m3 as both lie in shared memory: the tensor cores are twice as fast then, and 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,96 +27,12 @@ from pallas_kernels import _compat
 from pallas_kernels.lib.measured import tokens_of
 from pallas_kernels.lib.shared_memory import tiled
 from pallas_kernels.quantize import quantize_rows
-from pallas_kernels.quantized_product import mosaic, registers, rescaled, staged
+from pallas_kernels.quantized_product import hidden, mosaic, registers, rescaled, staged
+from pallas_kernels.quantized_product.hidden import HALF
 from pallas_kernels.quantized_product.layout import LONGEST, PLACES
 from pallas_kernels.quantized_product.mosaic import ALIGNED, MAX_TOKENS, ROWS, registers_of
-
-PAIR = 2  # CTAs of a cluster
-BAND = 8  # tiles of tokens that CTAs work on together, so that what they read of both sides stays in L2
-MOST_STAGES = 5
-# Microseconds of a step by consumers and tokens, and of a tile, on an H200 with all multiprocessors at work (BENCH.md).
-STEP_TIMES = {(3, 128): 1.02, (2, 128): 0.71, (2, 256): 1.34}
-TWO_SIDED_STEP_TIMES = {(3, 128): 0.65, (2, 128): 0.47}
-TILE_TIME = 2.0
-MOST_SPLITS, MOST_OF_PARTS = 4, 512  # parts of the inputs, and tokens of a call that has any
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How a product is cut up.
-
-    Attributes:
-        consumers: warpgroups that multiply 64 rows of the weight each.
-        tokens: of a tile.
-        stages: steps in the ring; a step has the 128 inputs of a group.
-        splits: parts of the inputs, each of which is a tile of its own.
-        pair: CTAs that share a tile of tokens, 1 or 2.
-        step_time: microseconds of a step, about.
-    """
-
-    consumers: int
-    tokens: int
-    stages: int
-    splits: int = 1
-    pair: int = PAIR
-    step_time: float = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What each pair of CTAs computes, tile after tile.
-
-    Attributes:
-        config: how the product is cut up.
-        pieces: tiles along the rows of the weight, two to a pair.
-        blocks: tiles along the tokens.
-        steps: groups of inputs.
-    """
-
-    config: Config
-    pieces: int
-    blocks: int
-    steps: int
-
-    @property
-    def rows(self) -> int:
-        """Rows of the weight in a tile."""
-        return ROWS * self.config.consumers
-
-    @property
-    def share(self) -> int:
-        """Steps of a part of the inputs; the last one may have fewer."""
-        return pl.cdiv(self.steps, self.config.splits)
-
-    @property
-    def count(self) -> int:
-        """Tiles of a pair."""
-        return self.pieces * self.blocks * self.config.splits
-
-    @property
-    def clusters(self) -> int:
-        """Pairs that the kernel is launched with."""
-        return min(self.count, _compat.sm_count() // self.config.pair)
-
-    @property
-    def cost(self) -> float:
-        """Microseconds on an H200, about: of the busiest CTA, and to write and read parts."""
-        config = self.config
-        a_tile = config.step_time * self.share + TILE_TIME
-        parts = config.splits * self.blocks * config.tokens * self.pieces * config.pair * self.rows
-        return pl.cdiv(self.count, self.clusters) * a_tile + (parts * 8 / 5e6 if config.splits > 1 else 0)
-
-    def place(self, tile: Any) -> tuple[Any, Any, Any]:
-        """Piece, block and part of a tile: a band of blocks with all pieces and parts, then the next band."""
-        each = self.pieces * self.config.splits
-        band, rest = lax.div(tile, BAND * each), lax.rem(tile, BAND * each)
-        width = jnp.minimum(BAND, self.blocks - band * BAND)
-        block, rest = band * BAND + lax.rem(rest, width), lax.div(rest, width)
-        return lax.rem(rest, self.pieces), block, lax.div(rest, self.pieces)
-
-    def inputs(self, part: Any) -> tuple[Any, Any]:
-        """First step of a part, and the one behind its last."""
-        return part * self.share, jnp.minimum(self.steps, (part + 1) * self.share)
+from pallas_kernels.quantized_product.rescaled import Rows
+from pallas_kernels.quantized_product.wide_plan import Config, Plan, default_config, plan_of
 
 
 def refusal(x: Any, values: Any, scales: Any, zeros: Any, dtype: Any) -> str | None:
@@ -132,32 +47,6 @@ def two_sided_refusal(x: Any, values: Any, scales: Any, zeros: Any, dtype: Any) 
     if values.dtype != jnp.float8_e4m3fn:
         return f"The Mosaic product of e4m3 and e4m3 needs weights in e4m3; these are {values.dtype}."
     return refusal(x, values, scales, zeros, dtype)
-
-
-def configs(x: Any, values: Any, scales: Any, *, is_two_sided: bool = False) -> Iterator[Config]:
-    """The configurations that fit into registers and shared memory, and whose parts all have steps."""
-    tokens, steps, is_packed = tokens_of(x), scales.shape[1], values.dtype == jnp.uint16
-    for (consumers, width), step_time in (TWO_SIDED_STEP_TIMES if is_two_sided else STEP_TIMES).items():
-        if width > 128 and tokens <= 128:
-            continue
-        size = LONGEST * (consumers * ROWS // (2 if is_packed else 1) + width * (1 if is_two_sided else 2))
-        stages = min(MOST_STAGES, (mosaic.SHARED_MEMORY - staged.least_bytes(consumers)) // size)
-        for splits in range(1, MOST_SPLITS + 1 if tokens <= MOST_OF_PARTS else 2):
-            if pl.cdiv(steps, splits) * (splits - 1) >= steps:
-                break
-            yield Config(consumers, width, stages, splits, step_time=step_time)
-
-
-def default_config(x: Any, values: Any, scales: Any, *, is_two_sided: bool = False) -> Config:
-    """The configuration of the least cost."""
-    choices = configs(x, values, scales, is_two_sided=is_two_sided)
-    return min(choices, key=lambda config: plan_of(config, x, values, scales).cost)
-
-
-def plan_of(config: Config, x: Any, values: Any, scales: Any) -> Plan:
-    """The plan of a call that is cut up like this."""
-    pieces = pl.cdiv(len(values), ROWS * config.consumers * config.pair)
-    return Plan(config, pieces, pl.cdiv(tokens_of(x), config.tokens), scales.shape[1])
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "may_split", "config"))
@@ -179,7 +68,7 @@ def quantized_product(
     return _product(plan, x, operands, dtype, may_split=may_split)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "may_split", "config"))
+@functools.partial(jax.jit, static_argnames=("dtype", "may_split", "config", "units"))
 def two_sided_product(
     x: Float[Array, "*T I"],
     values: Float8e4m3fn[Array, "O I"],
@@ -189,12 +78,18 @@ def two_sided_product(
     *,
     may_split: bool = False,
     config: Config | None = None,
+    units: int = 0,
 ) -> Float[Array, "*T O"] | Float[Array, "S *T O"]:
-    """As `quantized_product`, with activations rounded to e4m3, a scale for each token."""
+    """As `quantized_product`, with activations rounded to e4m3, a scale for each token.
+
+    With ``units`` the rows are the gates and up projections of so many hidden units, part after part, and the result is
+    hidden units (``swiglu``).
+    """
     if reason := two_sided_refusal(x, values, scales, zeros, dtype):
         raise NotImplementedError(reason)
     numbers, of_tokens = quantize_rows(x)
-    plan = plan_of(config or default_config(x, values, scales, is_two_sided=True), x, values, scales)
+    config = config or default_config(x, values, scales, is_two_sided=True, may_split=not units)
+    plan = plan_of(config, x, values, scales, units)
     padded = jnp.pad(of_tokens.reshape(-1), (0, -of_tokens.size % plan.config.tokens))
     return _product(plan, numbers, (values, scales, padded), dtype, may_split=may_split)
 
@@ -203,8 +98,11 @@ def _product(
     plan: Plan, x: jax.Array, operands: tuple[jax.Array, ...], dtype: DTypeLike, *, may_split: bool
 ) -> jax.Array:
     """The product of a plan, in parts where it may be split."""
-    splits, tokens, outputs = plan.config.splits, tokens_of(x), len(operands[0])
+    splits, tokens, outputs = plan.config.splits, tokens_of(x), len(operands[0]) // (2 if plan.units else 1)
     rows = jnp.pad(x.reshape(tokens, -1), ((0, -tokens % ALIGNED), (0, 0)))
+    if plan.units:  # TMA can fetch rows of gate and up in turns of 8 then
+        of_parts = operands[0].reshape(-1, 2, plan.units // ALIGNED, ALIGNED, operands[0].shape[1])
+        operands = (of_parts, *operands[1:])
     operands = _compat.vary_alike(rows, *operands)
     result = _compat.out_like((splits, len(rows), outputs), jnp.float32 if splits > 1 else dtype, operands[0])
     (out,) = _launch(plan, operands, result)(*operands)
@@ -223,7 +121,7 @@ def _launch(plan: Plan, operands: tuple[jax.Array, ...], result: jax.ShapeDtypeS
     width = LONGEST // (PLACES if is_packed else 1)
     of_step = plan.rows * width * operands[1].dtype.itemsize + config.tokens * LONGEST * operands[0].dtype.itemsize
     room = mosaic.SHARED_MEMORY - stages * of_step
-    slots = staged.slots_of(consumers, config.tokens, result.dtype.itemsize, room)
+    slots = hidden.BUFFERS if plan.units else staged.slots_of(consumers, config.tokens, result.dtype.itemsize, room)
 
     def quantized_product(*refs: Any, **scratch: Any) -> None:
         _body(*refs, plan=plan, **scratch)
@@ -242,8 +140,8 @@ def _launch(plan: Plan, operands: tuple[jax.Array, ...], result: jax.ShapeDtypeS
         thread_name="warpgroup",
         scratch_types={
             "x_s": tiled((stages, config.tokens, LONGEST), operands[0].dtype),
-            "weight_s": tiled((stages, plan.rows, width), operands[1].dtype),
-            "full": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+            "weight_s": _weight_memory(plan, width, operands[1].dtype),
+            "full": plgpu.Barrier(num_barriers=stages, num_arrivals=1 + (consumers if plan.units else 1)),
             "empty": barrier(num_barriers=stages, num_arrivals=consumers),
             "out_s": staged.scratch(consumers, slots, result.dtype),
         },
@@ -252,9 +150,21 @@ def _launch(plan: Plan, operands: tuple[jax.Array, ...], result: jax.ShapeDtypeS
     )
 
 
+def _weight_memory(plan: Plan, width: int, dtype: Any) -> Any:
+    """Shared memory of the weight's rows; for hidden units, also seen as turns of 8 rows of gate and 8 of up."""
+    rows = tiled((plan.config.stages, plan.rows, width), dtype)
+    if not plan.units:
+        return rows
+    swizzle = plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)
+    shape = (plan.config.stages, plan.rows // (2 * ALIGNED), 2, ALIGNED, width)
+    return plgpu.RefUnion(rows, plgpu.SMEM(shape, dtype, transforms=(swizzle,)))
+
+
 def _body(x: Any, values: Any, scales: Any, *rest: Any, plan: Plan, **s: Any) -> None:
     """The body of one CTA; ``s`` is its scratch."""
     *more, out = rest
+    if plan.units:
+        s["weight_s"], s["turns_s"] = s["weight_s"]
     first, me, consumers = lax.axis_index("cta"), lax.axis_index("warpgroup"), plan.config.consumers
     member = lax.axis_index("member") if plan.config.pair > 1 else 0
     producer_registers, consumer_registers = registers_of(consumers)
@@ -289,16 +199,20 @@ def _body(x: Any, values: Any, scales: Any, *rest: Any, plan: Plan, **s: Any) ->
         def consume(count: Any, place: Any, steps: Any) -> None:
             row, token, part = place
             ours = row + me * ROWS
+            rows = plan.rows_of(ours)
             if x.dtype == jnp.bfloat16:
-                sums = rescaled.sums((scales, *more), ours, me, (count, *steps), s)
+                sums = rescaled.sums((scales, *more), rows, me, (count, *steps), s)
             else:
-                sums = _two_sided_sums(scales, ours, me, (count, *steps), s)
+                sums = _two_sided_sums(scales, rows, me, (count, *steps), s)
                 of_tokens = registers.load(more[0].at[pl.ds(token, sums.shape[1])], plgpu.Layout.WGMMA.reduce(0))
                 sums *= lax.broadcast_in_dim(of_tokens, sums.shape, (1,))
 
-            @pl.when(ours < len(values))
+            @pl.when(ours < len(scales))
             def _() -> None:
-                staged.store(sums, out, (part, token, ours), me, s["out_s"])
+                if plan.units:
+                    hidden.store(sums, out, (token, lax.div(ours, 2)), me, s["out_s"])
+                else:
+                    staged.store(sums, out, (part, token, ours), me, s["out_s"])
 
         tiles(consume)
         staged.drain()
@@ -318,8 +232,16 @@ def _produce(x: Any, values: Any, plan: Plan, s: dict[str, Any], count: Any, pla
             plgpu.barrier_wait(s["empty"].at[slot])
 
         full = s["full"].at[slot]
-        rows, tokens = pl.ds(row, plan.rows), pl.ds(token, plan.config.tokens)
-        plgpu.copy_gmem_to_smem(values.at[rows, pl.ds(k * width, width)], s["weight_s"].at[slot], full)
+        tokens, columns = pl.ds(token, plan.config.tokens), pl.ds(k * width, width)
+        if not plan.units:
+            rows = pl.ds(row, plan.rows)
+            plgpu.copy_gmem_to_smem(values.at[rows, columns], s["weight_s"].at[slot], full)
+        for me in range(plan.config.consumers if plan.units else 0):
+            part, unit = plan.unit_of(row + me * ROWS)
+            turns = HALF // ALIGNED
+            goal = _compat.smem_transpose(s["turns_s"].at[slot, pl.ds(me * turns, turns)], (1, 0, 2, 3))
+            source = values.at[part, :, pl.ds(lax.div(unit, ALIGNED), turns), :, columns]
+            plgpu.copy_gmem_to_smem(source, goal, full)
         plgpu.copy_gmem_to_smem(
             x.at[tokens, pl.ds(k * LONGEST, LONGEST)],
             s["x_s"].at[slot],
@@ -330,7 +252,7 @@ def _produce(x: Any, values: Any, plan: Plan, s: dict[str, Any], count: Any, pla
     lax.fori_loop(start, end, step, None)
 
 
-def _two_sided_sums(scales: Any, row: Any, me: Any, steps: tuple[Any, Any, Any], s: dict[str, Any]) -> jax.Array:
+def _two_sided_sums(scales: Any, rows: Rows, me: Any, steps: tuple[Any, Any, Any], s: dict[str, Any]) -> jax.Array:
     """As `rescaled.sums`, of e4m3 numbers on both sides.
 
     Each group has sums of its own, which are added in float32: tensor cores add products of 8 bits to sums of fewer
@@ -338,11 +260,11 @@ def _two_sided_sums(scales: Any, row: Any, me: Any, steps: tuple[Any, Any, Any],
     """
     count, start, end = steps
     stages, tokens, _ = s["x_s"].shape
-    rows, ours = rescaled.rows_of(scales, row), pl.ds(me * ROWS, ROWS)
+    ours = pl.ds(me * ROWS, ROWS)
 
     def load(k: Any) -> jax.Array:
-        """Scales of a step; loaded one step ahead, or it would wait for memory."""
-        return registers.load(scales.at[rows, k], plgpu.Layout.WGMMA.reduce(1)).astype(jnp.float32)
+        """Scales of a step; loaded one step ahead, and converted there, or it would wait for memory."""
+        return rows.load(scales, k)
 
     def step(k: Any, carried: Any) -> Any:
         total, scale = carried
@@ -356,7 +278,7 @@ def _two_sided_sums(scales: Any, row: Any, me: Any, steps: tuple[Any, Any, Any],
 
         products = pl.run_scoped(run, plgpu.ACC((ROWS, tokens), jnp.float32))
         plgpu.barrier_arrive(s["empty"].at[slot])
-        return total + products * lax.broadcast_in_dim(scale, products.shape, (0,)), ahead
+        return total + products * lax.broadcast_in_dim(scale.astype(jnp.float32), products.shape, (0,)), ahead
 
     total = plgpu.layout_cast(jnp.zeros((ROWS, tokens), jnp.float32), plgpu.Layout.WGMMA)
     total, _ = lax.fori_loop(start, end, step, (total, load(start)))

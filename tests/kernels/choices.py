@@ -28,7 +28,7 @@ from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.product import PRODUCT, narrow, parts_of, triton
 from pallas_kernels.quantize import QUANTIZE_GATED, QUANTIZE_ROWS
-from pallas_kernels.quantized_product import FP8_PRODUCT, INT4_PRODUCT
+from pallas_kernels.quantized_product import FP8_PRODUCT, INT4_PRODUCT, QUANTIZED_SWIGLU
 from pallas_kernels.registry import Device
 from pallas_kernels.route import ROUTE
 from pallas_kernels.swiglu import SWIGLU
@@ -109,8 +109,9 @@ OPERATIONS = {  # by their name in the table; those of one name must choose alik
     "route": [ROUTE],
     "int4_product": [INT4_PRODUCT],
     "fp8_product": [FP8_PRODUCT],
+    "quantized_swiglu": [QUANTIZED_SWIGLU],
 }
-UNINTERPRETED = ("split_product", "largest_product", "all_reduce")  # which have no argument `interpret`
+UNINTERPRETED = ("split_product", "largest_product", "all_reduce", "quantized_swiglu")  # no argument `interpret`
 
 
 def chosen(name: str, card: Card, call: tuple[Any, ...]) -> str:
@@ -196,6 +197,14 @@ def calls() -> Iterator[tuple[str, str, list[tuple[Any, ...]]]]:
         ):
             arguments = values, shape(96, 5120 // group), None, dtype
             yield name, f"{_name(dtype)} groups of {group}", [(shape(t, 5120, dtype=dtype), *arguments) for t in TOKENS]
+    for dtype, units in itertools.product((BF16, F16), (32, 40, 1088)):
+        for kind, values in (
+            ("int4", shape(16, 2, units, 1280, dtype=jnp.uint16)),
+            ("fp8", shape(16, 2, units, 5120, dtype=E4M3)),
+        ):
+            arguments = values, shape(16, 2, units, 40), None, dtype
+            of = f"{_name(dtype)}, {kind} parts of {units}"
+            yield "quantized_swiglu", of, [(shape(t, 5120, dtype=dtype), *arguments) for t in TOKENS]
     for operation in ("paged_attention", "write_attend"):
         for heads, dtype, B in itertools.product(HEADS, (BF16, E4M3), (1, 4, 16, 64)):
             yield operation, f"{_name(dtype)} {heads} x {B}", [*_attention(B, heads, dtype)]

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from pallas_kernels import _compat, quantized_product, split_quantized_product
 from pallas_kernels.quantize import quantize_rows
-from pallas_kernels.quantized_product import mosaic, operation_of, tiles, triton, wide
+from pallas_kernels.quantized_product import mosaic, operation_of, tiles, triton, wide, wide_plan
 from pallas_kernels.quantized_product.layout import span_of_group
 from pallas_kernels.quantized_product.triton import Config
 from pallas_kernels.registry import Device
@@ -105,7 +105,7 @@ def test_a_wide_product_on_hopper(kind, tokens, shape):
     """Rows and tokens that no tile divides; inputs in parts; CTAs with many tiles; every configuration."""
     (x, *weight), exact = operands(kind, 128, tokens, *shape)
     wanted = np.asarray(x, np.float64) @ exact.T
-    for config in some_configs(wide.configs(x, *weight[:2]), shape):
+    for config in some_configs(wide_plan.configs(x, *weight[:2]), shape):
         parts = wide.quantized_product(x, *weight, F32, may_split=True, config=config)
         assert error(parts.sum(0) if parts.ndim > wanted.ndim else parts, wanted) < 2e-6
     rounded = quantized_product(x, *weight, implementation="mosaic_wide")
@@ -121,7 +121,7 @@ def test_a_product_of_e4m3_and_e4m3_on_hopper(tokens, shape):
     (x, *weight), exact = operands("fp8", 128, tokens, *shape)
     numbers, of_tokens = quantize_rows(x, implementation="reference")
     wanted = np.asarray(numbers, np.float64) * np.asarray(of_tokens, np.float64)[..., None] @ exact.T
-    for config in some_configs(wide.configs(x, *weight[:2], is_two_sided=True), shape):
+    for config in some_configs(wide_plan.configs(x, *weight[:2], is_two_sided=True), shape):
         parts = wide.two_sided_product(x, *weight, F32, may_split=True, config=config)
         assert error(parts.sum(0) if parts.ndim > wanted.ndim else parts, wanted) < 1e-3
     assert error(quantized_product(x, *weight), np.asarray(x, np.float64) @ exact.T) < 0.04
@@ -170,9 +170,9 @@ def test_pairs_of_hopper_have_every_tile_once(monkeypatch):
         x, scales = struct((tokens, inputs), BF16), struct((outputs, inputs // 128), BF16)
         for is_packed in (True, False):
             values = struct((outputs, inputs // 4), jnp.uint16) if is_packed else struct((outputs, inputs), E4M3)
-            assert wide.default_config(x, values, scales) in [*wide.configs(x, values, scales)]
-            for config in wide.configs(x, values, scales):
-                plan = wide.plan_of(config, x, values, scales)
+            assert wide_plan.default_config(x, values, scales) in [*wide_plan.configs(x, values, scales)]
+            for config in wide_plan.configs(x, values, scales):
+                plan = wide_plan.plan_of(config, x, values, scales)
                 assert plan.pieces * config.pair * plan.rows >= outputs
                 assert plan.blocks * config.tokens >= tokens
                 tiles = {tuple(int(at) for at in plan.place(jnp.int32(tile))) for tile in range(min(plan.count, 300))}

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, Int, Int16, UInt8, UInt16
 
 from dflash_jax.weights.formats.protocol import Limit, Product, Rows, plain
-from pallas_kernels import gated, largest, quantized_product, split_quantized_product
+from pallas_kernels import largest, quantized_product, quantized_swiglu, split_quantized_product
 from pallas_kernels.experts import FewBits
 from pallas_kernels.quantized_product.layout import places_of
 
@@ -77,7 +77,9 @@ class Grouped:
 
     def gated(self, x: Rows, *, kernels: bool) -> Rows:
         """silu(gate) * up in x's dtype."""
-        return gated(self.product(x, kernels=kernels).reshape(*x.shape[:-1], *self.shape[:-1]))
+        x = self._ordered(x)
+        implementation: Literal["reference"] | None = None if kernels else "reference"
+        return quantized_swiglu(x, self.values, self.scales, self.zeros, implementation=implementation)
 
     def largest(
         self, x: Rows, length: Int[Array, ""] | None = None, limit: Limit = None, *, kernels: bool
@@ -105,8 +107,12 @@ class Grouped:
 
     def _operands(self, x: Rows) -> tuple[Array, Array, Array, Array | None]:
         """The activations in the order of the columns, and the arrays of the weight as matrices."""
-        x = plain(x, "a weight with scales of groups, which multiplies plain activations")
         values, scales, zeros = jax.tree.map(
             lambda array: array.reshape(-1, array.shape[-1]), (self.values, self.scales, self.zeros)
         )
-        return x if self.order is None else x[..., self.order], values, scales, zeros
+        return self._ordered(x), values, scales, zeros
+
+    def _ordered(self, x: Rows) -> Array:
+        """The activations in the order of the columns."""
+        x = plain(x, "a weight with scales of groups, which multiplies plain activations")
+        return x if self.order is None else x[..., self.order]
