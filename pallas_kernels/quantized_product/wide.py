@@ -151,7 +151,10 @@ def _launch(plan: Plan, operands: tuple[jax.Array, ...], result: jax.ShapeDtypeS
 
 
 def _weight_memory(plan: Plan, width: int, dtype: Any) -> Any:
-    """Shared memory of the weight's rows; for hidden units, also seen as turns of 8 rows of gate and 8 of up."""
+    """Shared memory of the weight's rows; for hidden units, also seen as turns of 8 rows of gate and 8 of up.
+
+    Both views begin at one address and have the same swizzle, so that 8 rows lie alike in them.
+    """
     rows = tiled((plan.config.stages, plan.rows, width), dtype)
     if not plan.units:
         return rows

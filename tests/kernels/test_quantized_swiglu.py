@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as Spec
 
 from pallas_kernels import gated, quantized_product, quantized_swiglu
 from pallas_kernels.quantized_product import QUANTIZED_SWIGLU, swiglu
 from pallas_kernels.quantized_product.hidden import HALF
 from pallas_kernels.quantized_product.wide_plan import Config, plan_of
 from pallas_kernels.registry import Device
-from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, error
+from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, error, mesh_of
 from tests.kernels.test_quantized_product import operands
 
 HOPPER = Device("cuda", (9, 0))
@@ -90,6 +91,14 @@ def test_few_rows_are_multiplied_in_parts():
     call = struct((128, 5120), BF16), struct((4, 2, 1088, 5120), E4M3), struct((4, 2, 1088, 40), BF16), None, BF16
     assert QUANTIZED_SWIGLU.choose(call, HOPPER).name == "apart"
     assert re.search(r"128 tokens is faster in \d parts", swiglu.slower(*call))
+
+
+def test_sharded_lowering_knows_what_varies():
+    struct, mesh, parts = jax.ShapeDtypeStruct, mesh_of(4), Spec("tp")
+    run = functools.partial(quantized_swiglu, implementation="mosaic_two_sided")
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=(Spec(), parts, parts), out_specs=Spec(None, "tp"))
+    call = struct((256, 1024), BF16), struct((16, 2, 1088, 1024), E4M3), struct((16, 2, 1088, 8), BF16)
+    assert "mosaic_gpu" in jax.jit(sharded).trace(*call).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_refusals():
