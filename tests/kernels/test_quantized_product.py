@@ -230,6 +230,15 @@ def test_it_lowers_and_is_picked(monkeypatch, kind, tokens, shape):
         assert (len(parts.shape) == 3) == (tokens <= 64)
 
 
+@pytest.mark.parametrize(("tokens", "is_padded"), [(1, False), (7, False), (8, False), (12, True)])
+def test_tma_fills_a_tile_of_few_tokens(tokens, is_padded):
+    """A kernel that pads them took 4 % of a step of plain decoding."""
+    struct = jax.ShapeDtypeStruct
+    x, values, scales = struct((tokens, 512), BF16), struct((128, 128), jnp.uint16), struct((128, 4), BF16)
+    text = cuda_lowering(lambda *call: quantized_product(*call, implementation="mosaic"), x, values, scales)
+    assert ("stablehlo.pad" in text) == is_padded
+
+
 @pytest.mark.parametrize(("capability", "limit"), [((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((9, 0), 227)])
 def test_steps_in_flight_fit_into_shared_memory(monkeypatch, capability, limit):
     """A step has bytes of the weight's rows, half a byte or a whole one an input, and two an input of the tokens."""
