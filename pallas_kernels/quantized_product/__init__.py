@@ -59,8 +59,8 @@ QUANTIZED_SWIGLU = registry.Operation(  # a call is (x, values, scales, zeros, d
             slower="slower",
             refusal="refusal",
         ),
-        registry.Implementation("apart", "pallas_kernels.quantized_product.swiglu:apart"),
-        registry.Implementation(registry.REFERENCE, "pallas_kernels.quantized_product.reference:swiglu"),
+        registry.Implementation("apart", "pallas_kernels.quantized_product.apart:swiglu"),
+        registry.Implementation(registry.REFERENCE, "pallas_kernels.quantized_product.apart:reference"),
     ),
 )
 

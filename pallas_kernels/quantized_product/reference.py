@@ -12,7 +12,6 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, Int16, UInt8, UInt16
 
 from pallas_kernels.quantized_product.layout import PLACES, PLACES_E4M3, span_of
-from pallas_kernels.swiglu.reference import gated
 
 WIDENED = 1 << 24  # numbers of a weight that are widened at a time: 64 MiB in float32
 MIDDLE = 8  # the zero point of weights that have none of their own
@@ -61,17 +60,3 @@ def widened(
     else:
         numbers = values.reshape(outputs, groups, -1).astype(jnp.float32)
     return (numbers * scales.astype(jnp.float32)[..., None]).reshape(outputs, -1)
-
-
-def swiglu(
-    x: Float[Array, "*T D"],
-    values: UInt16[Array, "E 2 I packed"] | Float8e4m3fn[Array, "E 2 I D"],
-    scales: Float[Array, "E 2 I G"],
-    zeros: UInt8[Array, "E 2 I G"] | None,
-    dtype: DTypeLike,
-) -> Float[Array, "*T F"]:
-    """See ``pallas_kernels.quantized_swiglu``."""
-    weight = (values, scales, zeros)
-    matrix, of_groups, points = jax.tree.map(lambda part: part.reshape(-1, part.shape[-1]), weight)
-    products = quantized_product(x, matrix, of_groups, points, dtype)
-    return gated(products.reshape(*x.shape[:-1], *values.shape[:-1]))

@@ -124,7 +124,7 @@ def load(ref: Any, layout: Any) -> jax.Array:
 
 
 def load_in_turns(ref: Any, first: Any, second: Any, column: Any) -> jax.Array:
-    """Load a column of 64 rows of global memory, in turns 8 from ``first`` on and 8 from ``second`` on."""
+    """Load a column of floats of 64 rows of global memory, in turns 8 from ``first`` on and 8 from ``second`` on."""
     layout, scalar = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WG_SPLAT(())
     held = plgpu.ShapeDtypeStruct((2 * _TURN * utils.WARPS_IN_WARPGROUP,), ref.dtype, layout=layout)
 
@@ -141,10 +141,8 @@ def load_in_turns(ref: Any, first: Any, second: Any, column: Any) -> jax.Array:
             indices = [arith.index_cast(index, number) for number in (arith.addi(start, row), column)]
             value = memref.load(ref, indices)
             loaded[place] = vector.from_elements(ir.VectorType.get((1,), value.type), [value])
-        is_signed = False if ref_dtype == jnp.uint8 else None
-        return FragmentedArray(_registers=loaded, _layout=mosaic_layout, _is_signed=is_signed)
+        return FragmentedArray(_registers=loaded, _layout=mosaic_layout, _is_signed=None)
 
-    ref_dtype = ref.dtype
     array: jax.Array = load(ref, *(jnp.asarray(number, jnp.int32) for number in (first, second, column)))
     return array
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, UInt8, UInt16
+from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn
 
 from pallas_kernels.lib.measured import tokens_of
-from pallas_kernels.quantized_product import quantized_product, wide
+from pallas_kernels.quantized_product import wide
 from pallas_kernels.quantized_product.hidden import HALF
 from pallas_kernels.quantized_product.wide_plan import default_config
-from pallas_kernels.swiglu import gated
 
 
 def slower(x: Any, values: Any, scales: Any, zeros: Any, dtype: Any) -> str | None:
@@ -54,19 +53,6 @@ def two_sided_swiglu(
         raise NotImplementedError(reason)
     matrix, of_groups = _as_matrices(values, scales)
     return wide.two_sided_product(x, matrix, of_groups, zeros, dtype, units=values.shape[2])
-
-
-def apart(
-    x: Float[Array, "*T D"],
-    values: UInt16[Array, "E 2 I packed"] | Float8e4m3fn[Array, "E 2 I D"],
-    scales: Float[Array, "E 2 I G"],
-    zeros: UInt8[Array, "E 2 I G"] | None,
-    dtype: DTypeLike,
-) -> Float[Array, "*T F"]:
-    """The product, then the hidden units."""
-    matrix, of_groups, points = _as_matrices(values, scales, zeros)
-    products = quantized_product(x, matrix, of_groups, points, dtype)
-    return gated(products.reshape(*x.shape[:-1], *values.shape[:-1]))
 
 
 def _as_matrices(*parts: Any) -> Any:
