@@ -22,21 +22,25 @@ def combine(
     total: Float[Array, "B K splits R"],
     *,
     args: Arguments,
+    head_rows: int = 0,
     interpret: bool,
 ) -> Float[Array, "B T N H"]:
     """Merge the partial sums of all splits; a split with a total of 0 is empty, and its sums are not used.
 
     Args:
-      acc: sums of values weighted with ``2 ** (logit - highest)``, unnormalised. Rows r are token * group + head.
-      highest: largest base-2 logit of each row in the split.
+      acc: sums of values weighted with ``2 ** (logit - highest)``, unnormalised.
+      highest: largest base-2 logit of each row in the split; it may have more rows than ``acc``.
       total: sums of the weights.
       args: the call.
+      head_rows: rows of a head, if those of a head lie together: row is head * head_rows + token. Those past
+        ``q_length`` may hold anything then, and become zeros. 0 says that heads of a token lie together: row is
+        token * group + head.
       interpret: run in Pallas' interpreter.
     """
     B, T, N, H = args.q.shape
-    inputs = _compat.vary_alike(acc, highest, total, args.v_scale)
+    inputs = _compat.vary_alike(acc, highest, total, args.v_scale, args.q_length)
     [out] = _compat.triton_call(
-        functools.partial(_merge, group=args.group, splits=acc.shape[2]),
+        functools.partial(_merge, group=args.group, splits=acc.shape[2], head_rows=head_rows),
         grid=(T * args.group, args.kv_heads, B),
         out_shape=[_compat.out_like((B, T, N, H), args.q.dtype, inputs[0])],
         num_warps=4,
@@ -47,9 +51,14 @@ def combine(
     return out
 
 
-def _merge(acc: Any, highest: Any, total: Any, v_scale: Any, out: Any, *, group: int, splits: int) -> None:
+def _merge(
+    acc: Any, highest: Any, total: Any, v_scale: Any, q_length: Any, out: Any, *, group: int, splits: int,
+    head_rows: int,
+) -> None:  # fmt: skip
     """One program: one row of one kv head of one sequence, all its splits at once."""
-    row, head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    number, head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    token, of_group = number // group, number % group
+    row = of_group * head_rows + token if head_rows else number
     split = jnp.arange(pl.next_power_of_2(splits), dtype=jnp.int32)
     exists = split < splits
     totals = pltriton.load(total.at[b, head, split, row], mask=exists, other=0.0)
@@ -58,30 +67,10 @@ def _merge(acc: Any, highest: Any, total: Any, v_scale: Any, out: Any, *, group:
     rows = acc.at[_compat.row_index(b, head, split, row, acc.shape[-1])]
     parts = pltriton.load(rows, mask=exists[:, None], other=0.0)
     used = exists & (totals > 0)
+    if head_rows:
+        used &= token < q_length[b]
     weights = jnp.where(used, jnp.exp2(peaks - peaks.max(0)), 0.0)
     denominator = (weights * totals).sum(0)
     merged = jnp.where(used[:, None], parts * weights[:, None], 0.0).sum(0)
     merged *= v_scale[head] / jnp.where(denominator > 0, denominator, 1.0)
-    out[b, row // group, head * group + row % group, :] = merged.astype(out.dtype)
-
-
-def combine_jnp(
-    acc: Float[Array, "B K splits group R H"],
-    highest: Float[Array, "B K splits group R"],
-    total: Float[Array, "B K splits group R"],
-    *,
-    args: Arguments,
-) -> Float[Array, "B T N H"]:
-    """``combine`` in plain jnp, for sums by query head.
-
-    Rows past ``q_length`` may hold anything, and become zeros.
-    """
-    B, T, N, H = args.q.shape
-    acc, highest, total = acc[..., :T, :], highest[..., :T], total[..., :T]
-    exists = jnp.arange(T, dtype=jnp.int32)[None] < args.q_length[:, None]
-    used = (total > 0) & exists[:, None, None, None]
-    weights = jnp.where(used, jnp.exp2(highest - highest.max(2, keepdims=True)), 0.0)
-    denominator = (weights * total).sum(2)
-    factor = args.v_scale[None, :, None, None] / jnp.where(denominator > 0, denominator, 1.0)
-    merged = (jnp.where(used[..., None], acc, 0.0) * weights[..., None]).sum(2) * factor[..., None]
-    return jnp.moveaxis(merged, 3, 1).reshape(B, T, N, H).astype(args.q.dtype)
+    out[b, token, head * group + of_group, :] = merged.astype(out.dtype)

@@ -11,7 +11,7 @@ a page a step, and prefetches the pages of the next item while it finishes one. 
   over 4-bit pages one converts values and one keys (``mosaic_int4``);
 * consumers take pages in turn, each with its own online softmax: S = Q K^T and P V by wgmma with P, and where it fits
   Q, in registers. At the end of an item they exchange halves of their sums, and each merges and writes half of the
-  columns: of the result, or, if keys are split, of the sums, which ``combine_jnp`` merges.
+  columns: of the result, or, if keys are split, of the sums, which ``combine`` merges.
 
 If CTAs have several items, the sequences that see most come first, and CTAs take items in alternating order.
 
@@ -41,7 +41,7 @@ from pallas_kernels.lib.int4_kv import is_int4
 from pallas_kernels.lib.shared_memory import tiled
 from pallas_kernels.paged_attention import mosaic_prefill
 from pallas_kernels.paged_attention.arguments import Arguments
-from pallas_kernels.paged_attention.combine import combine_jnp
+from pallas_kernels.paged_attention.combine import combine
 from pallas_kernels.paged_attention.mosaic_kernel import attend
 from pallas_kernels.paged_attention.mosaic_work import Config, Shape
 from pallas_kernels.paged_attention.rows import (
@@ -192,15 +192,8 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     results = _compat.vary_alike(*results, *inputs)[: len(results)]  # Mosaic does not mark its outputs as varying
     if config.splits == 1:
         return results[0][:, :T].reshape(B, T, N, H)
-    acc, highest, total = (_by_head(x, args) for x in results)
-    return combine_jnp(acc, highest, total, args=args)
-
-
-def _by_head(x: Array, args: Arguments) -> Array:
-    """Sums of blocks of rows ``[B, K, splits, blocks, rows, ...]`` as ``[B, K, splits, group, R, ...]``."""
-    R = head_rows(args.q.shape[1])
-    flat = x.reshape(*x.shape[:3], -1, *x.shape[5:])[:, :, :, : args.group * R]
-    return flat.reshape(*x.shape[:3], args.group, R, *x.shape[5:])
+    acc, highest, total = (x.reshape(*x.shape[:3], -1, *x.shape[5:]) for x in results)
+    return combine(acc, highest, total, args=args, head_rows=head_rows(T), interpret=False)
 
 
 def _scratch(args: Arguments, config: Config) -> dict[str, Any]:

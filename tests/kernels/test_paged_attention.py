@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pallas_kernels import _compat, paged_attention
 from pallas_kernels.paged_attention import mosaic, triton
 from pallas_kernels.paged_attention.arguments import checked
+from pallas_kernels.paged_attention.combine import combine
 from tests.kernels.cases import BF16, E4M3, E5M2, F32, Geometry, brute_force, error, random_call
 from tests.kernels.conftest import ON_GPU
 
@@ -204,6 +205,32 @@ def test_triton_splits_and_blocks_do_not_change_the_result(splits, block):
     config = triton.Config(block=block, splits=splits, num_warps=4, num_stages=2)
     out = triton.paged_attention(args, interpret=jax.default_backend() != "gpu", config=config)
     assert error(out, brute_force(call)) <= 1e-2
+
+
+@pytest.mark.parametrize("behind", [0, 3])  # rows of maxima and totals that sums do not have
+def test_splits_merge_where_rows_of_a_head_lie_together(behind):
+    """Rows past ``q_length`` hold NaN, and become zeros; a split without keys counts nothing, and its sums are NaN."""
+    B, T, K, group, H, rows, splits, keys = 2, 5, 2, 3, 64, 8, 4, 7
+    call = random_call(Geometry(B=B, T=T, N=K * group, K=K, H=H), 3, [5, 5], [5, 3], scales=True)
+    args = checked(*call.arguments, scale=None, **call.options)
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(B, K, splits, group, rows, keys)).astype(np.float32)
+    logits[:, :, -1] = -np.inf
+    values = rng.normal(size=(B, K, splits, keys, H)).astype(np.float32)
+    weights = np.exp2(logits - logits.max((2, 5), keepdims=True))[..., :T, :]
+    wanted = np.einsum("bksgti,bksih->btkgh", weights, values) / np.einsum("bksgti->btkg", weights)[..., None]
+    wanted *= call.v_scale[:, None, None]
+    wanted[1, 3:] = 0
+    highest = np.maximum(logits.max(-1), -1e30)
+    weights = np.exp2(logits - highest[..., None])
+    sums = [np.einsum("bksgri,bksih->bksgrh", weights, values), highest, weights.sum(-1)]
+    sums[0][:, :, -1] = np.nan
+    for array in sums:
+        array[1, :, :, :, 3:] = np.nan
+    acc, *others = (jnp.asarray(array.reshape(B, K, splits, group * rows, *array.shape[5:])) for array in sums)
+    others = [jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, behind))) for array in others]
+    found = combine(acc, *others, args=args, head_rows=rows, interpret=not ON_GPU)
+    assert error(found, wanted.reshape(B, T, K * group, H)) < 5e-3
 
 
 def test_float16_pages_and_float32_queries(attend):
