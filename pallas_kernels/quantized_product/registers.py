@@ -145,31 +145,3 @@ def load_in_turns(ref: Any, first: Any, second: Any, column: Any) -> jax.Array:
 
     array: jax.Array = load(ref, *(jnp.asarray(number, jnp.int32) for number in (first, second, column)))
     return array
-
-
-def store_transposed(array: jax.Array, out: Any, part: Any, token: Any, row: Any) -> None:
-    """Store an array [rows, tokens] into ``out[part, token + tokens, row + rows]`` of global memory, within its tokens.
-
-    Eight threads write 8 neighbouring rows of a token: a whole sector in float32.
-    """
-    tokens = out.shape[1]
-    scalar = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), scalar, scalar, scalar))
-    def store(ctx: Any, array: FragmentedArray, out: Any, *corner: FragmentedArray) -> None:
-        del ctx
-        index = ir.IndexType.get()
-        place, first, row = (arith.index_cast(index, at.registers.item()) for at in corner)
-
-        def put(value: Any, at: tuple[Any, ...]) -> None:
-            column = arith.addi(first, at[1])
-            target = [place, column, arith.addi(row, at[0])]
-            if tokens % array.shape[1] == 0:
-                memref.store(value, out, target)
-                return
-            with utils.when(arith.cmpi(arith.CmpIPredicate.ult, column, utils.c(tokens, index))):
-                memref.store(value, out, target)
-
-        array.astype(ir.MemRefType(out.type).element_type).foreach(put)
-
-    store(array, out, *(jnp.asarray(at, jnp.int32) for at in (part, token, row)))
