@@ -12,7 +12,7 @@ from pallas_kernels.largest_product import largest, largest_product
 from pallas_kernels.lib.masks import visible
 from pallas_kernels.lib.rotary import Rotary
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.product import product, split_product
+from pallas_kernels.product import product, product_beside, split_product
 from pallas_kernels.quantize import quantize_gated, quantize_rows
 from pallas_kernels.quantized_product import quantized_product, quantized_swiglu, split_quantized_product
 from pallas_kernels.route import route
@@ -33,6 +33,7 @@ __all__ = [
     "largest_product",
     "paged_attention",
     "product",
+    "product_beside",
     "quantize_gated",
     "quantize_rows",
     "quantized_product",

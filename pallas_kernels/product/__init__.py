@@ -11,9 +11,9 @@ from pallas_kernels import _compat, registry
 from pallas_kernels.lib.measured import is_large, tokens_of
 from pallas_kernels.registry import HOPPER
 
-__all__ = ["PRODUCT", "product", "split_product"]
+__all__ = ["PRODUCT", "product", "product_beside", "split_product"]
 
-Implementation = Literal["mosaic", "narrow", "triton", "reference"]
+Implementation = Literal["mosaic", "narrow", "weight_first", "triton", "reference"]
 TILE = 128  # rows of x and of a weight in the tiles for which XLA splits the inputs
 
 PRODUCT = registry.Operation(  # a call is (x, weight, dtype of the result)
@@ -29,6 +29,13 @@ PRODUCT = registry.Operation(  # a call is (x, weight, dtype of the result)
             slower="slower",
             refusal="refusal",
             interprets=True,
+        ),
+        registry.Implementation(
+            "weight_first",
+            "pallas_kernels.product.weight_first:product",
+            HOPPER,
+            slower="slower",
+            refusal="refusal",
         ),
         registry.Implementation(
             "triton",
@@ -58,9 +65,10 @@ def product(
         device, without TF32).
       weight: dtype like x.
       dtype: of the result, which Mosaic gives in bf16, f16 or f32; None is x's.
-      implementation: ``"triton"``, for up to 16 tokens, ``"mosaic"``, picked for 64 to 256, ``"narrow"``, for weights
-        of a few hundred rows, or ``"reference"``, which leaves it to XLA; None picks the fastest. Only the reference
-        can be differentiated, and split by XLA over several devices; kernels need a ``shard_map`` around them there.
+      implementation: ``"weight_first"``, for up to 64 tokens, ``"triton"``, for up to 16, ``"mosaic"``, picked for 64
+        to 256, ``"narrow"``, for weights of a few hundred rows, or ``"reference"``, which leaves it to XLA; None picks
+        the fastest. Only the reference can be differentiated, and split by XLA over several devices; kernels need a
+        ``shard_map`` around them there.
       interpret: run a Triton kernel (``"triton"``, ``"narrow"``) in Pallas' interpreter, on any backend (tests).
 
     Raises:
@@ -94,6 +102,29 @@ def split_product(
         if (splits := parts_of(x, weight)) > 1:
             return reference.split_product(x, weight, splits)
     return product(x, weight, dtype)
+
+
+def product_beside(
+    x: Float[Array, "*T D"], weight: Float[Array, "O D"], other: Float[Array, "P D"]
+) -> tuple[Float[Array, "*T O"], Float[Array, "*T P"]]:
+    """``product`` with a weight, and with another of few rows: in one kernel where that leaves multiprocessors idle.
+
+    Args:
+      x: as for ``product``.
+      weight: of many rows.
+      other: of few rows, such as those of gates; dtype like x.
+
+    Raises:
+      ValueError: shapes or dtypes that do not belong together; the message prints them.
+    """
+    _check(x, weight)
+    _check(x, other)
+    if _on_hopper():
+        from pallas_kernels.product import weight_first
+
+        if weight_first.takes_beside(x, weight, other):
+            return weight_first.product_beside(x, weight, other)
+    return product(x, weight), product(x, other)
 
 
 def _on_hopper() -> bool:

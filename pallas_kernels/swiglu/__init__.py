@@ -13,13 +13,20 @@ from pallas_kernels.swiglu.reference import gated
 
 __all__ = ["SWIGLU", "gated", "swiglu"]
 
-Implementation = Literal["mosaic", "triton", "reference"]
+Implementation = Literal["mosaic", "weight_first", "triton", "reference"]
 
 SWIGLU = registry.Operation(  # a call is (x, weight)
     "swiglu",
     (
         registry.Implementation(
             "mosaic", "pallas_kernels.swiglu.mosaic:swiglu", HOPPER, slower="slower", refusal="refusal"
+        ),
+        registry.Implementation(
+            "weight_first",
+            "pallas_kernels.swiglu.weight_first:swiglu",
+            HOPPER,
+            slower="slower",
+            refusal="refusal",
         ),
         registry.Implementation(  # it runs on older GPUs too, but was measured on Hopper alone
             "triton",
@@ -46,10 +53,10 @@ def swiglu(
     Args:
       x: the normed input of the MLP; bf16 or f16 (f32: reference only).
       weight: E parts of the MLP's width F = E I; in each first the rows of gate, then those of up; dtype like x.
-      implementation: ``"mosaic"``, picked for 64, 128, 256 and from 512 tokens on, or ``"triton"``, for up to 16, where
-        the products never leave the chip, or ``"reference"``, which leaves them to XLA; None picks the fastest. Only
-        the reference can be differentiated, and split by XLA over several devices; the kernels need a ``shard_map``
-        around them there.
+      implementation: ``"mosaic"``, picked for 64, 128, 256 and from 512 tokens on, ``"weight_first"``, for up to 64, or
+        ``"triton"``, for up to 16, where the products never leave the chip, or ``"reference"``, which leaves them to
+        XLA; None picks the fastest. Only the reference can be differentiated, and split by XLA over several devices;
+        the kernels need a ``shard_map`` around them there.
       interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
 
     Returns:

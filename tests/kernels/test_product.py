@@ -172,7 +172,7 @@ def test_lowers(shape):
     [
         ((9, 0), (1, 16), (4096, 4096), BF16, "triton"),
         ((9, 0), (1, 16), (4096, 4096), F16, "triton"),
-        ((9, 0), (16, 1), (16, 2, 768, 4096), BF16, "triton"),
+        ((9, 0), (16, 1), (16, 2, 768, 4096), BF16, "mosaic_gpu"),
         ((9, 0), (4, 16), (4096, 4096), BF16, "mosaic_gpu"),
         ((9, 0), (8, 16), (6144, 4096), F16, "mosaic_gpu"),
         ((9, 0), (4, 16), (16, 2, 768, 4096), BF16, "mosaic_gpu"),
@@ -180,13 +180,14 @@ def test_lowers(shape):
         ((9, 0), (4, 16), (4096, 4096), E4M3, "mosaic_gpu"),
         ((9, 0), (4, 16), (24576, 4096), E4M3, "mosaic_gpu"),
         ((9, 0), (0, 16), (4096, 4096), BF16, None),
-        ((9, 0), (2, 16), (4096, 4096), BF16, None),  # half of a tile
-        ((9, 0), (4, 15), (4096, 4096), BF16, None),
+        ((9, 0), (2, 16), (4096, 4096), BF16, "mosaic_gpu"),
+        ((9, 0), (4, 15), (4096, 4096), BF16, "mosaic_gpu"),
         ((9, 0), (17, 16), (4096, 4096), BF16, None),
         ((9, 0), (16, 16), (4096, 12288), BF16, None),
         ((9, 0), (16, 16), (24576, 4096), E4M3, None),  # two rounds of tiles
         ((9, 0), (4, 16), (28672, 4096), E4M3, None),  # a ring of two steps
-        ((9, 0), (4, 16), (5120, 5120), BF16, None),  # tiles that leave a sixth of the card idle
+        ((9, 0), (4, 16), (5120, 5120), BF16, "mosaic_gpu"),
+        ((9, 0), (4, 16), (5120, 5136), BF16, None),
         ((9, 0), (1, 16), (2048, 4096), BF16, None),
         ((9, 0), (4, 16), (2048, 4096), BF16, None),
         ((9, 0), (4, 16), (2048, 4096), E4M3, None),
@@ -239,7 +240,8 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="of one dtype; got float32 and bfloat16"):
         product(x, jnp.zeros((8, 64), BF16))
     with pytest.raises(
-        ValueError, match="implementation must be 'mosaic', 'narrow', 'triton', 'reference' or None; got 'cuda'"
+        ValueError,
+        match="implementation must be 'mosaic', 'narrow', 'weight_first', 'triton', 'reference' or None; got 'cuda'",
     ):
         product(x, jnp.zeros((8, 64)), implementation="cuda")
 

@@ -131,13 +131,15 @@ def test_explain_says_what_serves_and_why_others_do_not():
     assert few.others == {
         "mosaic": "It was measured faster for 17 to 256 tokens; these are 16.",
         "narrow": "It was measured faster for weights of up to 256 rows; these are 4096.",
+        "weight_first": "It was measured faster with tiles of at least 40 rows on 90% of the 132 multiprocessors; "
+        "these are 128 of 32.",
         "reference": "'triton' is preferred.",
     }
     assert wide.chosen == "reference"
     assert wide.others["triton"] == "The Triton product takes bf16 and f16; this is float32."
     [on_tpu] = explain("tpu", None, calls[:1])
     assert on_tpu.chosen == "reference"
-    assert set(on_tpu.others) == {"mosaic", "narrow", "triton"}
+    assert set(on_tpu.others) == {"mosaic", "narrow", "weight_first", "triton"}
     assert all(reason.endswith("this is tpu.") for reason in on_tpu.others.values())
 
 

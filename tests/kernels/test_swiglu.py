@@ -111,7 +111,7 @@ def test_lowers(tile):
 def test_the_public_function_picks(monkeypatch, capability, tokens, dtype, kernel):
     monkeypatch.setattr(_compat, "compute_capability", lambda: capability)
     text = cuda_lowering(lambda *arguments: swiglu(*arguments), *shapes(tokens, QWEN3_8B, dtype))  # traced anew
-    assert ("mosaic_gpu" in text) == kernel
+    assert ("swiglu_kernel" in text) == kernel
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,10 @@ def test_mosaic_refuses_in_a_sentence(tokens, weight, dtype, message):
         ({"weight": jnp.zeros((2, 8, 64))}, r"x must be \[\*T, D\] and weight \[E, 2, I, D\]; got \[4, 64\] and"),
         ({"weight": jnp.zeros((1, 2, 8, 32))}, r"got \[4, 64\] and \[1, 2, 8, 32\]"),
         ({"weight": jnp.zeros((1, 2, 8, 64), BF16)}, "of one dtype; got float32 and bfloat16"),
-        ({"implementation": "cuda"}, "implementation must be 'mosaic', 'triton', 'reference' or None; got 'cuda'"),
+        (
+            {"implementation": "cuda"},
+            "implementation must be 'mosaic', 'weight_first', 'triton', 'reference' or None; got 'cuda'",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(change, message):
