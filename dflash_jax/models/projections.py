@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.parallel.collectives import Devices, argmax_over_devices
 from dflash_jax.parallel.mesh import AXIS, SPLIT_FIRST, WHOLE
 from dflash_jax.weights.formats.protocol import QuantizedRows, Rows, Weight
-from dflash_jax.weights.formats.weight import flat_rows, project, weight_of
+from dflash_jax.weights.formats.weight import flat_rows, project, project_both, weight_of
 from pallas_kernels import add_norm, all_reduce_add_norm, gated
 
 
@@ -108,6 +108,15 @@ def project_heads(
     out_specs = WHOLE if parts is None else PartitionSpec(None, None, AXIS)
     heads: Array = devices.on_each(on_each, in_specs, out_specs)(x, weight, bias)
     return heads
+
+
+def project_beside(
+    x: Float[Array, "B T D"] | QuantizedRows, weight: Array | Weight, narrow: Array | Weight, devices: Devices
+) -> tuple[Float[Array, "B T K *J"], Float[Array, "B T K *L"]]:
+    """`project_heads` by a weight [K, *J, D], and by another of few rows [K, *L, D]: one device needs one kernel."""
+    if devices.is_single:
+        return project_both(x, weight, narrow, kernels=True)
+    return project_heads(x, weight, None, devices), project_heads(x, narrow, None, devices, is_narrow=True)
 
 
 def project_whole(

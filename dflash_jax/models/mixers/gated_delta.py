@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.caches import KVCache, RecurrentCache
-from dflash_jax.models.projections import project_heads
+from dflash_jax.models.projections import project_beside
 from dflash_jax.models.rope import Rope
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices
 from dflash_jax.parallel.mesh import AXIS, WHOLE
@@ -54,8 +54,8 @@ class GatedDeltaNet(nn.Module):
         """
         assert isinstance(cache, RecurrentCache)
         delta = self.mixer
-        channels = project_heads(x, self.weights["in_proj"], None, self.devices)  # [B, T, HK, c + r dv]
-        gates = project_heads(x, self.weights["in_proj_ba"], None, self.devices, is_narrow=True)  # [B, T, HK, r, 2]
+        # [B, T, HK, c + r dv] and [B, T, HK, r, 2]
+        channels, gates = project_beside(x, self.weights["in_proj"], self.weights["in_proj_ba"], self.devices)
         both = gates.reshape(*gates.shape[:2], delta.value_heads, 2)
         out, after = cache.advance(self.index, channels, both, self.recurrent, positions, delta)
         return self._gated_norm(out, channels), after

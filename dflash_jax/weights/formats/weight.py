@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from dflash_jax.weights.formats.array import ArrayWeight
 from dflash_jax.weights.formats.grouped import Grouped
 from dflash_jax.weights.formats.protocol import QuantizedRows, Rows, Stack, Weight
-from pallas_kernels import split_product
+from pallas_kernels import product_beside, split_product
 from pallas_kernels.experts import FewBits
 
 
@@ -65,6 +65,21 @@ def project(
     outer = weight.shape[: len(weight.shape) - len(x.shape[2:])]
     out = weight_of(weight).product(flat_rows(x), kernels=kernels).reshape(*x.shape[:2], *outer)
     return out if bias is None else out + bias
+
+
+def project_both(
+    x: Float[Array, "B T D"] | QuantizedRows, weight: Array | Weight, other: Array | Weight, *, kernels: bool = False
+) -> tuple[Float[Array, "B T *O"], Float[Array, "B T *P"]]:
+    """`project` by a weight [*O, D], and by another of few rows [*P, D], in one kernel where that is faster."""
+    wide, narrow = weight_of(weight), weight_of(other)
+    if kernels and isinstance(x, Array) and isinstance(wide, ArrayWeight) and isinstance(narrow, ArrayWeight):
+        width = x.shape[-1]
+        outputs = product_beside(x, wide.values.reshape(-1, width), narrow.values.reshape(-1, width))
+        first, second = (
+            out.reshape(*x.shape[:2], *each.shape[:-1]) for out, each in zip(outputs, (wide, narrow), strict=True)
+        )
+        return first, second
+    return project(x, weight, kernels=kernels), project(x, other, kernels=kernels)
 
 
 def logits_of(hidden: Float[Array, "B T D"], head: Float[Array, "V D"] | Weight) -> Float[Array, "B T V"]:
