@@ -224,9 +224,7 @@ def test_splits_merge_where_rows_of_a_head_lie_together(behind):
     highest = np.maximum(logits.max(-1), -1e30)
     weights = np.exp2(logits - highest[..., None])
     sums = [np.einsum("bksgri,bksih->bksgrh", weights, values), highest, weights.sum(-1)]
-    sums[0][:, :, -1] = np.nan
-    for array in sums:
-        array[1, :, :, :, 3:] = np.nan
+    sums[0][:, :, -1] = sums[0][1, :, :, :, 3:] = np.nan
     acc, *others = (jnp.asarray(array.reshape(B, K, splits, group * rows, *array.shape[5:])) for array in sums)
     others = [jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, behind))) for array in others]
     found = combine(acc, *others, args=args, head_rows=rows, interpret=not ON_GPU)
