@@ -43,7 +43,7 @@ from pallas_kernels.lib.measured import MAX_STREAM_TOKENS
 from pallas_kernels.lib.timing import table
 from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import checked
-from pallas_kernels.product import PRODUCT
+from pallas_kernels.product import PRODUCT, PRODUCT_BESIDE
 from pallas_kernels.quantize import QUANTIZE_GATED, QUANTIZE_ROWS
 from pallas_kernels.quantized_product import QUANTIZED_SWIGLU, operation_of
 from pallas_kernels.registry import Call, Device, Explanation, explain
@@ -184,8 +184,15 @@ class Step:
 
     def _gated_delta(self, delta: GatedDelta, D: int) -> Iterator[Call]:
         channels, values = delta.channels_per_key, delta.values_per_key * delta.value_dim
-        yield self._product("in_proj", delta.key_heads * (channels + values), D)
-        yield self._product("in_proj_ba", 2 * delta.value_heads, D)
+        inputs, gates = (
+            self._product("in_proj", delta.key_heads * (channels + values), D),
+            self._product("in_proj_ba", 2 * delta.value_heads, D),
+        )
+        if inputs.operation is PRODUCT:
+            (x, weight, _), (_, other, _) = inputs.arguments, gates.arguments
+            yield Call(PRODUCT_BESIDE, f"{inputs.label} and in_proj_ba {_text(other)}", (x, weight, other))
+        else:
+            yield from (inputs, gates)
         yield self._product("out_proj", D, delta.key_heads * values)
         state, *tape = shapes_of(delta, self.batch, self.tokens, self.dtype)
         heads = Struct((delta.value_heads,), jnp.float32)

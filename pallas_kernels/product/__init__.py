@@ -11,7 +11,7 @@ from pallas_kernels import _compat, registry
 from pallas_kernels.lib.measured import is_large, tokens_of
 from pallas_kernels.registry import HOPPER
 
-__all__ = ["PRODUCT", "product", "product_beside", "split_product"]
+__all__ = ["PRODUCT", "PRODUCT_BESIDE", "product", "product_beside", "split_product"]
 
 Implementation = Literal["mosaic", "narrow", "weight_first", "triton", "reference"]
 TILE = 128  # rows of x and of a weight in the tiles for which XLA splits the inputs
@@ -46,6 +46,21 @@ PRODUCT = registry.Operation(  # a call is (x, weight, dtype of the result)
             interprets=True,
         ),
         registry.Implementation("reference", "pallas_kernels.product.reference:product"),
+    ),
+)
+
+PRODUCT_BESIDE = registry.Operation(  # a call is (x, weight, the other weight)
+    "product_beside",
+    (
+        registry.Implementation(
+            "weight_first",
+            "pallas_kernels.product.weight_first:product_beside",
+            HOPPER,
+            slower="slower_beside",
+            refusal="refusal_beside",
+        ),
+        registry.Implementation("apart", "pallas_kernels.product.apart:product_beside"),
+        registry.Implementation(registry.REFERENCE, "pallas_kernels.product.apart:reference"),
     ),
 )
 
@@ -105,26 +120,30 @@ def split_product(
 
 
 def product_beside(
-    x: Float[Array, "*T D"], weight: Float[Array, "O D"], other: Float[Array, "P D"]
+    x: Float[Array, "*T D"],
+    weight: Float[Array, "O D"],
+    other: Float[Array, "P D"],
+    *,
+    implementation: Literal["weight_first", "apart", "reference"] | None = None,
 ) -> tuple[Float[Array, "*T O"], Float[Array, "*T P"]]:
-    """``product`` with a weight, and with another of few rows: in one kernel where that leaves multiprocessors idle.
+    """``product`` with a weight, and with another of few rows.
 
     Args:
       x: as for ``product``.
       weight: of many rows.
       other: of few rows, such as those of gates; dtype like x.
+      implementation: ``"weight_first"``, one kernel where the first product leaves multiprocessors idle, ``"apart"``,
+        two products, or ``"reference"``, which leaves them to XLA; None picks the fastest. Only the reference can be
+        differentiated.
 
     Raises:
       ValueError: shapes or dtypes that do not belong together; the message prints them.
+      NotImplementedError: the chosen implementation cannot do the call; the message says why.
     """
     _check(x, weight)
     _check(x, other)
-    if _on_hopper():
-        from pallas_kernels.product import weight_first
-
-        if weight_first.takes_beside(x, weight, other):
-            return weight_first.product_beside(x, weight, other)
-    return product(x, weight), product(x, other)
+    products: tuple[Array, Array] = PRODUCT_BESIDE.function(implementation, (x, weight, other))(x, weight, other)
+    return products
 
 
 def _on_hopper() -> bool:

@@ -44,11 +44,26 @@ def product(
     return out
 
 
-def takes_beside(x: Any, weight: Any, other: Any) -> bool:
-    """Whether multiprocessors that a product leaves idle can multiply another weight meanwhile, and that is faster."""
+def slower_beside(x: Any, weight: Any, other: Any) -> str | None:
+    """Why two products are faster, or None."""
+    return slower(x, weight, x.dtype) or _unfit(x, weight, other)
+
+
+def refusal_beside(x: Any, weight: Any, other: Any) -> str | None:
+    """Why this kernel cannot do this call, or None."""
+    return refusal(x, weight, x.dtype) or _unfit(x, weight, other)
+
+
+def _unfit(x: Any, weight: Any, other: Any) -> str | None:
+    """Why another weight has no room beside the first, or None."""
     plan = plan_of(x, weight)
-    reasons = weight_first.slower(x, weight, plan), weight_first.refusal(x, weight, plan)
-    return reasons == (None, None) and plan is not None and _tiles_beside(plan, other) > 0
+    if plan is None or _tiles_beside(plan, other):
+        return None
+    idle = _compat.sm_count() - plan.tiles
+    return (
+        f"The other weight must fit on the multiprocessors that the first one leaves idle, in tiles of at most "
+        f"{plan.rows} rows; it has {len(other)}, and {idle} are idle."
+    )
 
 
 def _tiles_beside(plan: Plan, other: Any) -> int:
@@ -62,6 +77,8 @@ def product_beside(
     x: Float[Array, "*T D"], weight: Float[Array, "O D"], other: Float[Array, "P D"]
 ) -> tuple[Float[Array, "*T O"], Float[Array, "*T P"]]:
     """See ``pallas_kernels.product_beside``."""
+    if reason := refusal_beside(x, weight, other):
+        raise NotImplementedError(reason)
     out, beside = _products(x, [weight, other], x.dtype)
     return out, beside
 

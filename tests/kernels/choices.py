@@ -26,7 +26,7 @@ from pallas_kernels.gated_norm import GATED_NORM
 from pallas_kernels.largest_product import LARGEST_PRODUCT
 from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import Arguments
-from pallas_kernels.product import PRODUCT, narrow, parts_of, triton
+from pallas_kernels.product import PRODUCT, PRODUCT_BESIDE, narrow, parts_of, triton
 from pallas_kernels.quantize import QUANTIZE_GATED, QUANTIZE_ROWS
 from pallas_kernels.quantized_product import FP8_PRODUCT, INT4_PRODUCT, QUANTIZED_SWIGLU
 from pallas_kernels.registry import Device
@@ -92,6 +92,7 @@ CARDS = (
 OPERATIONS = {  # by their name in the table; those of one name must choose alike
     "product": [PRODUCT],
     "split_product": [PRODUCT],
+    "product_beside": [PRODUCT_BESIDE],
     "swiglu": [SWIGLU],
     "largest_product": [LARGEST_PRODUCT],
     "add_norm": [ADD_NORM],
@@ -111,7 +112,13 @@ OPERATIONS = {  # by their name in the table; those of one name must choose alik
     "fp8_product": [FP8_PRODUCT],
     "quantized_swiglu": [QUANTIZED_SWIGLU],
 }
-UNINTERPRETED = ("split_product", "largest_product", "all_reduce", "quantized_swiglu")  # no argument `interpret`
+UNINTERPRETED = (
+    "split_product",
+    "largest_product",
+    "all_reduce",
+    "quantized_swiglu",
+    "product_beside",
+)  # no argument `interpret`
 
 
 def chosen(name: str, card: Card, call: tuple[Any, ...]) -> str:
@@ -155,6 +162,10 @@ def calls() -> Iterator[tuple[str, str, list[tuple[Any, ...]]]]:
             every = [(shape(t, weight[1], dtype=dtype), shape(*weight, dtype=dtype), result) for t in TOKENS]
             yield "product", of, every
             yield "split_product", of, every
+    for dtype, weight, rows in itertools.product((BF16, F32), ((16384, 5120), (16896, 5120), (4096, 2048)), (96, 97)):
+        of = f"{_name(dtype)} {weight[0]}x{weight[1]} and {rows}"
+        weights = shape(*weight, dtype=dtype), shape(rows, weight[1], dtype=dtype)
+        yield "product_beside", of, [(shape(t, weight[1], dtype=dtype), *weights) for t in TOKENS]
     for dtype in (BF16, F16, F32, E4M3):
         for weight in (
             (16, 2, 768, 4096),

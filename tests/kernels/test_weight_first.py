@@ -180,6 +180,29 @@ def test_it_refuses_in_a_sentence(tokens, weight, dtype, message):
         jax.eval_shape(multiply, *shapes((tokens,), weight, dtype))
 
 
+@pytest.mark.parametrize(
+    ("rows", "others", "dtype", "message"),
+    [
+        (16384, 1000, BF16, "tiles of at most 128 rows; it has 1000, and 4 are idle"),
+        (16896, 96, BF16, "it has 96, and 0 are idle"),
+        (16384, 96, F32, "takes bf16 and f16; this is float32"),
+    ],
+)
+def test_another_weight_beside_is_refused_in_a_sentence(rows, others, dtype, message):
+    (x, weight), (_, other) = shapes((8,), (rows, 128), dtype), shapes((8,), (others, 128), dtype)
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(functools.partial(product_beside, implementation="weight_first"), x, weight, other)
+
+
+def test_products_apart_and_by_xla_are_the_same():
+    (x, weight), (_, other) = operands((2, 3), (96, 512), F32), operands((2, 3), (32, 512), F32)
+    for implementation in (None, "apart", "reference"):
+        for found, by in zip(
+            product_beside(x, weight, other, implementation=implementation), (weight, other), strict=True
+        ):
+            np.testing.assert_array_equal(found, product(x, by))
+
+
 def test_no_tokens():
     assert multiply(*operands((2, 0), (96, 512), BF16)).shape == (2, 0, 96)
     assert gate_up(*operands((0,), (2, 2, 64, 128), BF16)).shape == (0, 128)
