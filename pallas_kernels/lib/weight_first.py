@@ -27,7 +27,9 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 _ROWS = 64  # of a wgmma
 _MOST_ROWS = 256  # of a copy by TMA
 _DEPTHS = 128, 64  # inputs of a step; longer runs of a row are read faster
-_MIN_STAGES = 3  # steps in flight
+_MIN_STAGES = 3  # slots of the ring, and one more for another set
+_THREADS = 128  # of the consumer
+_MOST_SUMS = 192  # registers of a thread, of 255
 _MAX_STAGES = 32  # barriers that Mosaic takes at once
 _MIN_FILL = 0.9  # of the card
 _LEAST_ROWS = 40  # of a tile, where Triton can: with 32, [4096, 12288] takes an H200 26.5 us where Triton takes 25.3
@@ -100,6 +102,11 @@ class Plan:
         """Slots of the ring of tokens."""
         return self._token_stages(self.stages)
 
+    @property
+    def sums(self) -> int:
+        """Registers of a thread for sums."""
+        return sum(block.count for block in blocks_of(self.rows)) * self.sets * self.tokens // _THREADS
+
     def _token_stages(self, stages: int) -> int:
         """So many that a step's slot is free once the slot of its first set is."""
         return pl.cdiv(stages - 1, self.sets) + 1
@@ -123,7 +130,8 @@ def best_plan(tokens: int, rows: int, width: int, sets: int = 1, part: int = 0) 
         for depth in _DEPTHS
         if width % depth == 0 and rows // count <= _MOST_ROWS and (part or rows) % (rows // count) == 0
     )
-    return next((plan for plan in plans if plan.stages >= _MIN_STAGES * sets - (sets - 1)), None)
+    fits = (plan for plan in plans if plan.stages >= _MIN_STAGES + sets - 1 and plan.sums <= _MOST_SUMS)
+    return next(fits, None)
 
 
 def tiles_of(rows: int, most: int) -> Iterator[int]:
@@ -139,8 +147,9 @@ def refusal(x: Any, weight: Any, plan: Plan | None) -> str | None:
         return f"The product with the weight first is for up to {MAX_TOKENS} tokens; these are {tokens_of(x)}."
     if plan is None:
         return (
-            f"The product with the weight first needs a width that {_DEPTHS[-1]} divides, and rows that tiles of a "
-            f"multiple of {ALIGNED} and at most {_MOST_ROWS} divide; the weight is {list(weight.shape)}."
+            f"The product with the weight first needs a width that {_DEPTHS[-1]} divides, and tiles of a multiple of "
+            f"{ALIGNED} and at most {_MOST_ROWS} rows, whose sums registers hold; the weight is {list(weight.shape)}, "
+            f"and {tokens_of(x)} tokens are multiplied."
         )
     return None
 

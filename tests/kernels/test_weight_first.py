@@ -104,7 +104,7 @@ def test_which_products_have_another_beside_them(monkeypatch, capability, tokens
 @pytest.mark.parametrize("sets", [1, 2])
 @pytest.mark.parametrize("rows", [8, 40, 64, 72, 112, 136, 256])
 def test_blocks_keep_each_row_once_and_lie_within_shared_memory(rows, sets):
-    plan = best_plan(64, 128 * rows, 128, sets)
+    plan = best_plan(8, 128 * rows, 128, sets)
     assert (plan.rows, plan.tiles) == (rows, 128)
     kept = [block.start + row for block in blocks_of(rows) for row in range(*block.kept)]
     assert kept == list(range(rows))
@@ -122,7 +122,10 @@ def test_a_slot_for_tokens_is_free_once_the_first_slot_for_rows_is(stages, sets)
         assert read_last <= step * sets - stages
 
 
-@pytest.mark.parametrize(("tokens", "weight"), [(1, QWEN3_6_27B), (16, QWEN3_6_27B), (64, QWEN3_6_27B), (64, QWEN3_8B)])
+@pytest.mark.parametrize(
+    ("tokens", "weight"),
+    [(1, QWEN3_6_27B), (16, QWEN3_6_27B), (64, QWEN3_6_27B), (64, QWEN3_8B), (16, (16, 2, 1600, 5120))],
+)
 def test_steps_in_flight_fill_shared_memory(tokens, weight):
     parts, sets, units, width = weight
     plan = best_plan(tokens, parts * units, width, sets, part=units)
@@ -170,7 +173,7 @@ def test_the_public_functions_pick(monkeypatch, capability, tokens, shape, dtype
     ("tokens", "weight", "dtype", "message"),
     [
         (8, (96, 96), BF16, r"a width that 64 divides, .* the weight is \[96, 96\]"),
-        (8, (100, 64), BF16, r"a multiple of 8 and at most 256 divide; the weight is \[100, 64\]"),
+        (8, (100, 64), BF16, r"tiles of a multiple of 8 and at most 256 rows, .* the weight is \[100, 64\]"),
         (65, (96, 64), BF16, "up to 64 tokens; these are 65"),
         (8, (96, 64), F32, "takes bf16 and f16; this is float32"),
     ],
@@ -201,6 +204,13 @@ def test_products_apart_and_by_xla_are_the_same():
             product_beside(x, weight, other, implementation=implementation), (weight, other), strict=True
         ):
             np.testing.assert_array_equal(found, product(x, by))
+
+
+def test_sums_fit_into_registers():
+    """Gate and up of Qwen3-32B would have four blocks of 64 rows each in a tile, and 256 registers of 64 tokens."""
+    assert best_plan(48, 25600, 5120, 2, part=1600).sums == 192
+    assert best_plan(64, 25600, 5120, 2, part=1600) is None
+    assert best_plan(64, 17408, 5120, 2, part=1088).sums == 192
 
 
 def test_no_tokens():
