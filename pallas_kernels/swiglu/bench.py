@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.lib import timing
 from pallas_kernels.registry import Device
-from pallas_kernels.swiglu import SWIGLU, mosaic, reference
+from pallas_kernels.swiglu import SWIGLU, mosaic, reference, triton, weight_first
 
 MODELS = {  # D, F
     "qwen3-0.6b": (1024, 3072),
@@ -25,7 +25,12 @@ MODELS = {  # D, F
 }
 PARTS = 16
 BYTES = 3 << 29  # of different weights in a program: many times the size of L2
-FUNCTIONS: dict[str, Callable[..., Any]] = {"reference": reference.swiglu, "mosaic": mosaic.swiglu}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "reference": reference.swiglu,
+    "mosaic": mosaic.swiglu,
+    "weight_first": weight_first.swiglu,
+    "triton": triton.swiglu,
+}
 TURNS = 4
 
 
@@ -51,7 +56,7 @@ def error(out: jax.Array, x: jax.Array, weight: jax.Array) -> float:
 
 
 def measure(model: str, tokens: int) -> dict[str, Any]:
-    """Time XLA's product and activation and the kernel, in turns, since both become slower as the card warms up."""
+    """Time all implementations in turns, since they become slower as the card warms up; None where one refuses."""
     D, F = MODELS[model]
     calls = max(2, min(12, BYTES // (4 * D * F), (1 << 30) // (2 * tokens * F)))
     xs, weights = operands(model, tokens, calls)
@@ -60,26 +65,28 @@ def measure(model: str, tokens: int) -> dict[str, Any]:
         program = jax.jit(lambda xs, weights: [function(*pair) for pair in zip(xs, weights, strict=True)])
         return program.lower(xs, weights)
 
-    programs = timing.compile_all({name: functools.partial(lower, f) for name, f in FUNCTIONS.items()})
-    times: dict[str, list[float]] = {name: [] for name in FUNCTIONS}
-    for name in (*FUNCTIONS,) * TURNS:
+    compiled = timing.compile_all({name: functools.partial(lower, f) for name, f in FUNCTIONS.items()})
+    programs = {name: program for name, program in compiled.items() if not isinstance(program, str)}
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for name in (*programs,) * TURNS:
         times[name].append(timing.seconds(programs[name], (xs, weights), calls, budget=0.02))
     results: dict[str, Any] = {}
-    for name, program in programs.items():
-        seconds = statistics.median(times[name])
-        results |= {f"{name} us": round(seconds * 1e6, 1), f"{name} TFLOP/s": round(4e-12 * tokens * D * F / seconds)}
-        results[f"{name} error"] = float(f"{error(program(xs, weights)[-1], xs[-1], weights[-1]):.1e}")
-    ratios = [xla / kernel for xla, kernel in zip(*times.values(), strict=True)]
+    for name in FUNCTIONS:
+        us = error_of = ratio = None
+        if name in programs:
+            us = round(statistics.median(times[name]) * 1e6, 1)
+            error_of = float(f"{error(programs[name](xs, weights)[-1], xs[-1], weights[-1]):.1e}")
+            pairs = zip(times["reference"], times[name], strict=True)
+            ratio = round(statistics.median(xla / kernel for xla, kernel in pairs), 3)
+        results |= {f"{name} us": us, f"{name} error": error_of, f"{name} ratio": ratio}
     picked = SWIGLU.choose((xs[0], weights[0]), Device.default()).name
-    return (
-        {"model": model, "tokens": tokens} | results | {"ratio": round(statistics.median(ratios), 3), "picked": picked}
-    )
+    return {"model": model, "tokens": tokens} | results | {"picked": picked}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[256, 512, 1024, 8192])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64, 256, 512, 1024, 8192])
     parser.add_argument("--json", default="swiglu.json", help="where the rows go")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
