@@ -95,7 +95,7 @@ def scored(llm: LLM, pairs: Iterable[tuple[str, str]], length: int) -> list[Scor
 
 
 def entries(llm: LLM, texts: Sequence[Scored]) -> list[list[Any]]:
-    """Of each text the entries of its scored tokens, with their logprobs and ranks."""
+    """Entries of the scored tokens of each text, with their logprobs and ranks."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     outputs = llm.generate([{"prompt_token_ids": text.ids} for text in texts], params, use_tqdm=False)
     return [

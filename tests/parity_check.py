@@ -59,7 +59,7 @@ def whole(target: Target, input_ids):
 
 
 def chunked(target: Target, input_ids):
-    """The same in two parts: a prefill of different length for each sequence, the rest token by token."""
+    """Logits and hidden states in two parts: a prefill of another length for each sequence, the rest token by token."""
     batch, length = input_ids.shape
     done = length // 2 - 3 * np.arange(batch)  # each sequence is behind the one before it
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), input_ids.shape)

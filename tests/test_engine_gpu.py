@@ -23,7 +23,7 @@ WIDE = {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "hi
 
 
 def hidden_states(folders, kv_cache_dtype, monkeypatch, implementation):
-    """Of every prefill and round, with a block that is right about its first three drafts."""
+    """Hidden states of every prefill and round, with a block that is right about its first three drafts."""
     found = []
     with monkeypatch.context() as patch:
         if implementation is not None:

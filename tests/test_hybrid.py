@@ -52,7 +52,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def plain_llm():
-    """The same engine without a drafter."""
+    """An engine like the hybrid pair's, without a drafter."""
     return golden_llm(PAIR, drafter=False, page_size=16, max_num_seqs=16)
 
 

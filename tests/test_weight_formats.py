@@ -194,7 +194,7 @@ def test_specs_of_the_parts(name):
 
 
 def test_only_weights_that_want_quantised_rows_get_them():
-    """Of one device, and without a bias, as the drafter's kernels take them."""
+    """On one device and without a bias, as the drafter's kernels take them."""
     x, inputs, norm, bias = random(3, 1, 2, 16), random(4, 1, 2, 16), jnp.ones(16), jnp.ones(16)
     one = Devices(Mesh.of(1))
     for name, weight in formats_of(random(5, 16, 16), 1).items():

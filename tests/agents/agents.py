@@ -27,7 +27,7 @@ class Place:
     url: str
 
     def at(self, url: str) -> "Place":
-        """The same place before a server."""
+        """This place before a server."""
         return replace(self, url=url)
 
     @property

@@ -17,7 +17,7 @@ MASK = 1  # of the embedded tokenizer
 
 
 def stored_megabytes(config):
-    """Of the weights in fp8, with a float32 scale a row and the rest in bfloat16, as `save_model` writes them."""
+    """Megabytes of weights in fp8, with a float32 scale a row and the rest in bfloat16, as `save_model` writes them."""
     shapes = {name: checkpoint_shape(axes, config) for name, axes in checkpoint_table(config).items()}
     narrow = {name for name in shapes if name.endswith(QUANTIZED)}
     return sum(math.prod(s) + 4 * s[0] if n in narrow else 2 * math.prod(s) for n, s in shapes.items()) / 1e6

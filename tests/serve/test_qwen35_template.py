@@ -130,7 +130,7 @@ TOOL = {
 
 
 def shuffled(value, rng: random.Random):
-    """The same JSON with the keys of its objects in another order."""
+    """Equal JSON with the keys of its objects in another order."""
     if isinstance(value, dict):
         keys = list(value)
         rng.shuffle(keys)

@@ -41,7 +41,7 @@ EDIT = {
 
 
 def shuffled(value, rng):
-    """The same JSON with the keys of all objects but data in another order."""
+    """Equal JSON with the keys of all objects but data in another order."""
     if isinstance(value, list):
         return [shuffled(part, rng) for part in value]
     if not isinstance(value, dict):
