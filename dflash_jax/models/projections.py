@@ -115,7 +115,7 @@ def project_beside(
 ) -> tuple[Float[Array, "B T K *J"], Float[Array, "B T K *L"]]:
     """`project_heads` by a weight [K, *J, D], and by another of few rows [K, *L, D]: one device needs one kernel."""
     if devices.is_single:
-        return project_both(x, weight, narrow, kernels=True)
+        return project_both(x, weight, narrow)
     return project_heads(x, weight, None, devices), project_heads(x, narrow, None, devices, is_narrow=True)
 
 

@@ -68,18 +68,18 @@ def project(
 
 
 def project_both(
-    x: Float[Array, "B T D"] | QuantizedRows, weight: Array | Weight, other: Array | Weight, *, kernels: bool = False
+    x: Float[Array, "B T D"] | QuantizedRows, weight: Array | Weight, other: Array | Weight
 ) -> tuple[Float[Array, "B T *O"], Float[Array, "B T *P"]]:
-    """`project` by a weight [*O, D], and by another of few rows [*P, D], in one kernel where that is faster."""
+    """`project` with kernels by a weight [*O, D], and by another of few rows [*P, D]; in one where that is faster."""
     wide, narrow = weight_of(weight), weight_of(other)
-    if kernels and isinstance(x, Array) and isinstance(wide, ArrayWeight) and isinstance(narrow, ArrayWeight):
+    if isinstance(x, Array) and isinstance(wide, ArrayWeight) and isinstance(narrow, ArrayWeight):
         width = x.shape[-1]
         outputs = product_beside(x, wide.values.reshape(-1, width), narrow.values.reshape(-1, width))
         first, second = (
             out.reshape(*x.shape[:2], *each.shape[:-1]) for out, each in zip(outputs, (wide, narrow), strict=True)
         )
         return first, second
-    return project(x, weight, kernels=kernels), project(x, other, kernels=kernels)
+    return project(x, weight, kernels=True), project(x, other, kernels=True)
 
 
 def logits_of(hidden: Float[Array, "B T D"], head: Float[Array, "V D"] | Weight) -> Float[Array, "B T V"]:
