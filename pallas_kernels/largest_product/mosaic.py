@@ -17,7 +17,8 @@ from pallas_kernels import _compat
 from pallas_kernels.largest_product.reference import largest
 from pallas_kernels.lib import products
 from pallas_kernels.lib.measured import tokens_of
-from pallas_kernels.lib.products import ALIGNED, Plan, Tile
+from pallas_kernels.lib.products import Plan, Tile
+from pallas_kernels.lib.shared_memory import ALIGNED
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
 FEW = Tile(64, 192, extra_bytes=8 * (64 + 192), consumers=1, step=2 * products.STEP)  # the 64 rows of one wgmma

@@ -25,15 +25,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels.lib import gather
-from pallas_kernels.lib.shared_memory import WIDEST, tiled
+from pallas_kernels.lib.shared_memory import SHARED_MEMORY, WIDEST, tiled
 
 STEP = WIDEST  # bytes of a row that a step reads (or a multiple)
-ALIGNED = 8  # rows; arrays that TMA copies hold a multiple of them, since tiles of shared memory have 8 rows
 BAND = 8  # blocks of rows that CTAs work on together, so that the weight that they read at a time stays in L2
 LATE = 2  # steps that may be on their way when the producer waits for rows that it gathers
 Copy = Callable[[Any, Any, Any, Any], None]
 Gather = Callable[[Any, Any], None]
-_SHARED_MEMORY = 225 * 1024  # bytes of a CTA: 227 KiB less 2 KiB for barriers and alignment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Tile:
     @property
     def stages(self) -> int:
         """Steps that the ring holds."""
-        return (_SHARED_MEMORY - self.extra_bytes - self._parts_bytes) // ((self.rows + self.columns) * self.step)
+        return (SHARED_MEMORY - self.extra_bytes - self._parts_bytes) // ((self.rows + self.columns) * self.step)
 
     @property
     def _parts_bytes(self) -> int:

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WIDEST = 128  # bytes of TMA's widest swizzle
+ALIGNED = 8  # rows of a tile; arrays that TMA copies in several hold a multiple of them
+SHARED_MEMORY = 225 * 1024  # bytes of a CTA that streams: 227 KiB less 2 KiB for barriers and alignment
 
 
 def tiled(shape: tuple[int, ...], dtype: Any, row: int = 0) -> Any:
@@ -26,4 +28,4 @@ def tiled(shape: tuple[int, ...], dtype: Any, row: int = 0) -> Any:
 
 def transforms(swizzle: int, dtype: Any) -> tuple[Any, Any]:
     """How `tiled` lays out shared memory with a swizzle of so many bytes."""
-    return plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
+    return plgpu.TilingTransform((ALIGNED, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)

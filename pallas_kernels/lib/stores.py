@@ -13,10 +13,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
 
-def store_transposed(
-    array: jax.Array, out: Any, part: Any, token: Any, row: Any, kept: tuple[int, int] | None = None
-) -> None:
-    """Store an array [rows, tokens] into ``out[part, token + tokens, row + rows]`` of global memory, within its tokens.
+def store_transposed(array: jax.Array, out: Any, part: Any, row: Any, kept: tuple[int, int] | None = None) -> None:
+    """Store an array [rows, tokens] into ``out[part, tokens, row + rows]`` of global memory, within its tokens.
 
     Eight threads write 8 neighbouring rows of a token: a whole sector in float32.
 
@@ -24,26 +22,24 @@ def store_transposed(
         array: in wgmma's layout.
         out: [parts, tokens, rows].
         part: of ``out``.
-        token: first token.
         row: first row.
         kept: first and end of the array's rows that are stored, the others are dropped; None is all.
     """
     tokens = out.shape[1]
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), scalar, scalar, scalar))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), scalar, scalar))
     def store(ctx: Any, array: FragmentedArray, out: Any, *corner: FragmentedArray) -> None:
         del ctx
         index = ir.IndexType.get()
-        place, first, row = (arith.index_cast(index, at.registers.item()) for at in corner)
+        place, row = (arith.index_cast(index, at.registers.item()) for at in corner)
         first_kept, end_kept = kept or (0, array.shape[0])
 
         def put(value: Any, at: tuple[Any, ...]) -> None:
-            column = arith.addi(first, at[1])
-            target = [place, column, arith.addi(row, at[0])]
+            target = [place, at[1], arith.addi(row, at[0])]
             inside = []
             if tokens % array.shape[1]:
-                inside.append(arith.cmpi(arith.CmpIPredicate.ult, column, utils.c(tokens, index)))
+                inside.append(arith.cmpi(arith.CmpIPredicate.ult, at[1], utils.c(tokens, index)))
             if first_kept > 0:
                 inside.append(arith.cmpi(arith.CmpIPredicate.uge, at[0], utils.c(first_kept, index)))
             if end_kept < array.shape[0]:
@@ -56,4 +52,4 @@ def store_transposed(
 
         array.astype(ir.MemRefType(out.type).element_type).foreach(put)
 
-    store(array, out, *(jnp.asarray(at, jnp.int32) for at in (part, token, row)))
+    store(array, out, *(jnp.asarray(at, jnp.int32) for at in (part, row)))

@@ -19,9 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat
 from pallas_kernels.lib.measured import MAX_STREAM_TOKENS, tokens_of, too_small
-from pallas_kernels.lib.shared_memory import tiled
+from pallas_kernels.lib.shared_memory import ALIGNED, SHARED_MEMORY, tiled
 
-ALIGNED = 8  # rows of a tile of shared memory
 MAX_TOKENS = 64
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _ROWS = 64  # of a wgmma
@@ -33,7 +32,6 @@ _MOST_SUMS = 192  # registers of a thread, of 255
 _MAX_STAGES = 32  # barriers that Mosaic takes at once
 _MIN_FILL = 0.9  # of the card
 _LEAST_ROWS = 40  # of a tile, where Triton can: with 32, [4096, 12288] takes an H200 26.5 us where Triton takes 25.3
-_SHARED_MEMORY = 225 * 1024  # bytes of a CTA: 227 KiB less 2 KiB for barriers and alignment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Plan:
     def stages(self) -> int:
         """Slots of the weight's ring; each holds a step's rows of one set."""
         row = 2 * self.depth
-        free = _SHARED_MEMORY - self.behind * row
+        free = SHARED_MEMORY - self.behind * row
         fits = range(min(free // (self.rows * row), _MAX_STAGES), 0, -1)
         return next((n for n in fits if (n * self.rows + self._token_stages(n) * self.tokens) * row <= free), 0)
 

@@ -20,8 +20,8 @@ from jaxtyping import Array, DTypeLike, Float
 from pallas_kernels import _compat
 from pallas_kernels.lib import products
 from pallas_kernels.lib.measured import MAX_STREAM_TOKENS, tokens_of, too_small
-from pallas_kernels.lib.products import ALIGNED, STEP, Plan, Tile
-from pallas_kernels.lib.shared_memory import tiled
+from pallas_kernels.lib.products import STEP, Plan, Tile
+from pallas_kernels.lib.shared_memory import ALIGNED, tiled
 
 RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)

@@ -112,6 +112,6 @@ def _multiply(plan: Plan, x: Any, weight: Any, out: Any, tile: Any, tiles: int, 
     rows = weight.shape[0] // tiles
 
     def finish(block: Block, sums: jax.Array) -> None:
-        store_transposed(sums, out, 0, 0, tile * rows + block.start, block.kept)
+        store_transposed(sums, out, 0, tile * rows + block.start, block.kept)
 
     weight_first.multiply(plan, x, [weight.at[pl.ds(tile * rows, rows)]], finish, s)

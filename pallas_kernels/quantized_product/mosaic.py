@@ -25,17 +25,15 @@ from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, UInt8, UInt16
 
 from pallas_kernels import _compat
 from pallas_kernels.lib.measured import tokens_of
-from pallas_kernels.lib.shared_memory import tiled
+from pallas_kernels.lib.shared_memory import ALIGNED, SHARED_MEMORY, tiled
 from pallas_kernels.lib.stores import store_transposed
 from pallas_kernels.quantized_product import registers
 from pallas_kernels.quantized_product.layout import LONGEST, PLACES
 from pallas_kernels.quantized_product.rescaled import ROWS
 
 MAX_TOKENS = 64
-ALIGNED = 8  # tokens of a tile of shared memory
 THREADS = 128  # of a warpgroup
 _REGISTERS, _MOST_REGISTERS, _PRODUCER_REGISTERS = 1 << 16, 248, 40  # of a multiprocessor, and of a thread
-SHARED_MEMORY = 225 * 1024  # bytes of a CTA: 227 KiB less 2 KiB for barriers and alignment
 MIN_STAGES, MAX_STAGES = 3, 4  # of a ring; more in flight measured slower
 
 
@@ -238,7 +236,7 @@ def _body(x: Any, values: Any, scales: Any, *rest: Any, plan: Plan, **s: Any) ->
             start, end = jnp.maximum(first, tile * plan.steps), jnp.minimum(last, (tile + 1) * plan.steps)
             row = tile * plan.rows + me * ROWS
             sums = _consume(scales, zeros, row, (first, start, end), me, plan, s)
-            store_transposed(sums, out, cta - lax.div(tile * plan.steps, plan.run), 0, row)
+            store_transposed(sums, out, cta - lax.div(tile * plan.steps, plan.run), row)
             if plan.parts > 1:
                 _store_zeros(out, cta, tile, row, end, plan)
 
@@ -253,7 +251,7 @@ def _store_zeros(out: Any, cta: Any, tile: Any, row: Any, end: Any, plan: Plan) 
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, plan.tokens), jnp.float32), plgpu.Layout.WGMMA)
 
         def store(part: Any, nothing: None) -> None:
-            store_transposed(zeros, out, part, 0, row)
+            store_transposed(zeros, out, part, row)
 
         lax.fori_loop(cta - lax.div(tile * plan.steps, plan.run) + 1, plan.parts, store, None)
 

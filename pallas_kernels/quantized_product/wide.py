@@ -25,12 +25,12 @@ from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, UInt8, UInt16
 
 from pallas_kernels import _compat
 from pallas_kernels.lib.measured import tokens_of
-from pallas_kernels.lib.shared_memory import tiled
+from pallas_kernels.lib.shared_memory import ALIGNED, SHARED_MEMORY, tiled
 from pallas_kernels.quantize import quantize_rows
 from pallas_kernels.quantized_product import hidden, mosaic, registers, rescaled, staged
 from pallas_kernels.quantized_product.hidden import HALF
 from pallas_kernels.quantized_product.layout import LONGEST, PLACES
-from pallas_kernels.quantized_product.mosaic import ALIGNED, MAX_TOKENS, ROWS, registers_of
+from pallas_kernels.quantized_product.mosaic import MAX_TOKENS, ROWS, registers_of
 from pallas_kernels.quantized_product.rescaled import Rows
 from pallas_kernels.quantized_product.wide_plan import Config, Plan, default_config, plan_of
 
@@ -120,7 +120,7 @@ def _launch(plan: Plan, operands: tuple[jax.Array, ...], result: jax.ShapeDtypeS
     stages, consumers = config.stages, config.consumers
     width = LONGEST // (PLACES if is_packed else 1)
     of_step = plan.rows * width * operands[1].dtype.itemsize + config.tokens * LONGEST * operands[0].dtype.itemsize
-    room = mosaic.SHARED_MEMORY - stages * of_step
+    room = SHARED_MEMORY - stages * of_step
     slots = hidden.BUFFERS if plan.units else staged.slots_of(consumers, config.tokens, result.dtype.itemsize, room)
 
     def quantized_product(*refs: Any, **scratch: Any) -> None:

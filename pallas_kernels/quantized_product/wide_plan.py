@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import _compat
 from pallas_kernels.lib.measured import tokens_of
-from pallas_kernels.quantized_product import mosaic, staged
+from pallas_kernels.lib.shared_memory import SHARED_MEMORY
+from pallas_kernels.quantized_product import staged
 from pallas_kernels.quantized_product.hidden import HALF
 from pallas_kernels.quantized_product.layout import LONGEST
 from pallas_kernels.quantized_product.rescaled import ROWS, Rows
@@ -130,7 +131,7 @@ def configs(
         if width > 128 and tokens <= 128:
             continue
         size = LONGEST * (consumers * ROWS // (2 if is_packed else 1) + width * (1 if is_two_sided else 2))
-        stages = min(MOST_STAGES, (mosaic.SHARED_MEMORY - staged.least_bytes(consumers)) // size)
+        stages = min(MOST_STAGES, (SHARED_MEMORY - staged.least_bytes(consumers)) // size)
         for splits in range(1, MOST_SPLITS + 1 if may_split and tokens <= MOST_OF_PARTS else 2):
             if pl.cdiv(steps, splits) * (splits - 1) >= steps:
                 break

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float
 from pallas_kernels import _compat
 from pallas_kernels.lib import products
 from pallas_kernels.lib.measured import MAX_STREAM_TOKENS, is_large, tokens_of, too_small
-from pallas_kernels.lib.products import ALIGNED, STEP, Plan, Tile
-from pallas_kernels.lib.shared_memory import tiled
+from pallas_kernels.lib.products import STEP, Plan, Tile
+from pallas_kernels.lib.shared_memory import ALIGNED, tiled
 
 WIDTH = STEP // 2  # inputs come in multiples of it: 16-bit numbers of one step
 FEW_TOKENS, MANY_TOKENS = 256, 512  # up to the first and from the second on it measured faster than XLA

@@ -53,7 +53,7 @@ def swiglu(x: Float[Array, "*T D"], weight: Float[Array, "E 2 I D"]) -> Float[Ar
         def finish(block: Block, *sums: jax.Array) -> None:
             gate, up = (half.astype(out.dtype).astype(jnp.float32) for half in sums)
             hidden = gate / (1 + jnp.exp(-gate)) * up
-            store_transposed(hidden, out, 0, 0, tile * plan.rows + block.start, block.kept)
+            store_transposed(hidden, out, 0, tile * plan.rows + block.start, block.kept)
 
         sources = [weight.at[part, half, pl.ds(unit, plan.rows)] for half in range(2)]
         weight_first.multiply(plan, x, sources, finish, s)
