@@ -45,7 +45,7 @@ from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import checked
 from pallas_kernels.product import PRODUCT, PRODUCT_BESIDE
 from pallas_kernels.quantize import QUANTIZE_GATED, QUANTIZE_ROWS
-from pallas_kernels.quantized_product import QUANTIZED_SWIGLU, operation_of
+from pallas_kernels.quantized_product import QUANTIZED_PRODUCT_BESIDE, QUANTIZED_SWIGLU, operation_of
 from pallas_kernels.registry import Call, Device, Explanation, explain
 from pallas_kernels.route import ROUTE
 from pallas_kernels.swiglu import SWIGLU
@@ -188,9 +188,10 @@ class Step:
             self._product("in_proj", delta.key_heads * (channels + values), D),
             self._product("in_proj_ba", 2 * delta.value_heads, D),
         )
-        if inputs.operation is PRODUCT:
-            (x, weight, _), (_, other, _) = inputs.arguments, gates.arguments
-            yield Call(PRODUCT_BESIDE, f"{inputs.label} and in_proj_ba {_text(other)}", (x, weight, other))
+        if gates.operation is PRODUCT:
+            beside = PRODUCT_BESIDE if inputs.operation is PRODUCT else QUANTIZED_PRODUCT_BESIDE
+            (*operands, _), other = inputs.arguments, gates.arguments[1]
+            yield Call(beside, f"{inputs.label} and in_proj_ba {_text(other)}", (*operands, other))
         else:
             yield from (inputs, gates)
         yield self._product("out_proj", D, delta.key_heads * values)

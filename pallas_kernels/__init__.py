@@ -14,7 +14,12 @@ from pallas_kernels.lib.rotary import Rotary
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.product import product, product_beside, split_product
 from pallas_kernels.quantize import quantize_gated, quantize_rows
-from pallas_kernels.quantized_product import quantized_product, quantized_swiglu, split_quantized_product
+from pallas_kernels.quantized_product import (
+    quantized_product,
+    quantized_product_beside,
+    quantized_swiglu,
+    split_quantized_product,
+)
 from pallas_kernels.route import route
 from pallas_kernels.swiglu import gated, swiglu
 from pallas_kernels.write_attend import write_attend
@@ -37,6 +42,7 @@ __all__ = [
     "quantize_gated",
     "quantize_rows",
     "quantized_product",
+    "quantized_product_beside",
     "quantized_swiglu",
     "route",
     "split_product",

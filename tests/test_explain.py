@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -147,10 +148,14 @@ def test_it_names_the_products_of_a_quantised_target(name, bits):
     target = next(explain.steps_of(args, H100))
     calls = [(call.label.rpartition(" x ")[2], call.operation.name) for call in target.calls()]
     products = {label.split()[0]: operation for label, operation in calls if operation.endswith("product")}
-    packed = {"qkv_proj", "o_proj", "down_proj", "in_proj", "out_proj"}
+    packed = {"qkv_proj", "o_proj", "down_proj", "out_proj"}
     assert {operation for label, operation in calls if label.startswith("gate_up_proj")} == {"quantized_swiglu"}
     assert {weight for weight, operation in products.items() if operation == f"{bits}_product"} == packed
-    assert {products["in_proj_ba"], products["head"]} == {"product", "largest_product"}
+    assert products["head"] == "largest_product"
+    [beside] = {label for label, operation in calls if operation == "quantized_product_beside"}
+    assert re.fullmatch(
+        rf"in_proj {'4' if bits == 'int4' else '8'} bits \[\d+, \d+\] and in_proj_ba bfloat16\[\d+, \d+\]", beside
+    )
 
 
 @pytest.mark.parametrize(("quantization", "name"), [(AUTO_ROUND, "int4_experts"), (FP8_BLOCKS, "fp8_experts")])

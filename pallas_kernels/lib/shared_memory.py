@@ -21,9 +21,12 @@ def tiled(shape: tuple[int, ...], dtype: Any, row: int = 0) -> Any:
         dtype: of the array.
         row: numbers of another row that the swizzle must divide too, such as that of the array in memory; 0 is none.
     """
-    size = jnp.dtype(dtype).itemsize
-    swizzle = next(width for width in (WIDEST, 64, 32) if math.gcd(shape[-1], row) * size % width == 0)
-    return plgpu.SMEM(shape, dtype, transforms=transforms(swizzle, dtype))
+    return plgpu.SMEM(shape, dtype, transforms=transforms(swizzle_of(math.gcd(shape[-1], row), dtype), dtype))
+
+
+def swizzle_of(row: int, dtype: Any) -> int:
+    """Bytes of the widest swizzle that divides a row of so many numbers."""
+    return next(width for width in (WIDEST, 64, 32) if row * jnp.dtype(dtype).itemsize % width == 0)
 
 
 def transforms(swizzle: int, dtype: Any) -> tuple[Any, Any]:

@@ -14,9 +14,11 @@ from pallas_kernels.registry import AMPERE_ON, FP8_GPUS, HOPPER
 __all__ = [
     "FP8_PRODUCT",
     "INT4_PRODUCT",
+    "QUANTIZED_PRODUCT_BESIDE",
     "QUANTIZED_SWIGLU",
     "operation_of",
     "quantized_product",
+    "quantized_product_beside",
     "quantized_swiglu",
     "split_quantized_product",
 ]
@@ -46,6 +48,22 @@ FP8_PRODUCT = _operation(  # with scales of groups
     "fp8_product",
     FP8_GPUS,
     registry.Implementation("mosaic_two_sided", _TWO_SIDED, HOPPER, refusal="two_sided_refusal"),
+)
+
+
+QUANTIZED_PRODUCT_BESIDE = registry.Operation(  # a call is (x, values, scales, zeros, the other weight)
+    "quantized_product_beside",
+    (
+        registry.Implementation(
+            "mosaic",
+            "pallas_kernels.quantized_product.beside:product_beside",
+            HOPPER,
+            slower="slower",
+            refusal="refusal",
+        ),
+        registry.Implementation("apart", "pallas_kernels.quantized_product.apart:product_beside"),
+        registry.Implementation(registry.REFERENCE, "pallas_kernels.quantized_product.apart:reference_beside"),
+    ),
 )
 
 
@@ -119,6 +137,41 @@ def split_quantized_product(
     _check(x, values, scales, zeros)
     parts: Array = picked.load()(*call, may_split=True)
     return parts
+
+
+def quantized_product_beside(
+    x: Float[Array, "*T I"],
+    values: UInt16[Array, "O packed"] | Float8e4m3fn[Array, "O I"],
+    scales: Float[Array, "O G"],
+    zeros: UInt8[Array, "O G"] | None,
+    other: Float[Array, "P I"],
+    *,
+    implementation: Literal["mosaic", "apart", "reference"] | None = None,
+) -> tuple[Float[Array, "*T O"], Float[Array, "*T P"]]:
+    """``quantized_product`` in the dtype of x, and ``product`` with another weight of few rows.
+
+    Args:
+      x: as for ``quantized_product``.
+      values: likewise.
+      scales: likewise.
+      zeros: likewise.
+      other: such as that of gates; dtype like x.
+      implementation: on Hopper, for up to 64 tokens, ``"mosaic"`` multiplies the other weight on multiprocessors that
+        the first product leaves idle, ``"apart"`` is two products, and ``"reference"`` leaves them to XLA; None picks
+        the fastest that can.
+
+    Raises:
+      ValueError: shapes or dtypes that do not belong together; the message prints them.
+      NotImplementedError: the chosen implementation cannot do the call; the message says why.
+    """
+    _check(x, values, scales, zeros)
+    if other.ndim != 2 or other.shape[1] != x.shape[-1] or other.dtype != x.dtype:
+        raise ValueError(
+            f"The other weight must be [P, {x.shape[-1]}] in {x.dtype}; got {list(other.shape)} in {other.dtype}"
+        )
+    call = (x, values, scales, zeros, other)
+    products: tuple[Array, Array] = QUANTIZED_PRODUCT_BESIDE.function(implementation, call)(*call)
+    return products
 
 
 def quantized_swiglu(

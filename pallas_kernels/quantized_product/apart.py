@@ -1,4 +1,4 @@
-"""Hidden units from gate and up in few bits as two operations: the product, then the activation."""
+"""What kernels for weights in few bits do in one, as two operations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 import jax
 from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, UInt8, UInt16
 
+from pallas_kernels.product import product
 from pallas_kernels.quantized_product import quantized_product
 from pallas_kernels.swiglu import gated
 
@@ -29,3 +30,20 @@ def swiglu(
 
 
 reference = functools.partial(swiglu, implementation="reference")
+
+
+def product_beside(
+    x: Float[Array, "*T I"],
+    values: UInt16[Array, "O packed"] | Float8e4m3fn[Array, "O I"],
+    scales: Float[Array, "O G"],
+    zeros: UInt8[Array, "O G"] | None,
+    other: Float[Array, "P I"],
+    *,
+    implementation: Literal["reference"] | None = None,
+) -> tuple[Float[Array, "*T O"], Float[Array, "*T P"]]:
+    """See ``pallas_kernels.quantized_product_beside``; ``implementation`` is that of both products."""
+    first = quantized_product(x, values, scales, zeros, implementation=implementation)
+    return first, product(x, other, implementation=implementation)
+
+
+reference_beside = functools.partial(product_beside, implementation="reference")

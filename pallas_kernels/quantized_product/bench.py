@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _compat
 from pallas_kernels.lib import timing
-from pallas_kernels.quantized_product import mosaic, reference, triton, wide, wide_plan
+from pallas_kernels.quantized_product import mosaic, mosaic_plan, reference, triton, wide, wide_plan
 from pallas_kernels.quantized_product.triton import Config
 
 SHAPES = {  # [O, I] of Qwen3.6-27B
@@ -69,7 +69,7 @@ def measure(kind: str, weight_name: str, tokens: int, *, sweep: bool, bandwidth:
     every = every or [("triton", chosen)]
     of_operands, two_sided = data[0][:3], functools.partial(wide_plan.default_config, is_two_sided=True)
     on_hopper: dict[str, tuple[Any, ...]] = {
-        "mosaic": (mosaic.quantized_product, mosaic.refusal, mosaic.default_config),
+        "mosaic": (mosaic.quantized_product, mosaic_plan.refusal, mosaic_plan.default_config),
         "mosaic_wide": (wide.quantized_product, wide.refusal, wide_plan.default_config),
         "mosaic_two_sided": (wide.two_sided_product, wide.two_sided_refusal, two_sided),
     }

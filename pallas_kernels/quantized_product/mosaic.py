@@ -11,10 +11,9 @@ have is a sum of parts, which whoever reads the product adds up; parts that a ti
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,138 +23,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, UInt8, UInt16
 
 from pallas_kernels import _compat
+from pallas_kernels.lib import warp_product
 from pallas_kernels.lib.measured import tokens_of
-from pallas_kernels.lib.shared_memory import ALIGNED, SHARED_MEMORY, tiled
+from pallas_kernels.lib.shared_memory import ALIGNED, tiled
 from pallas_kernels.lib.stores import store_transposed
 from pallas_kernels.quantized_product import registers
-from pallas_kernels.quantized_product.layout import LONGEST, PLACES
+from pallas_kernels.quantized_product.layout import PLACES
+from pallas_kernels.quantized_product.mosaic_plan import Config, Plan, default_config, plan_of, refusal, registers_of
 from pallas_kernels.quantized_product.rescaled import ROWS
-
-MAX_TOKENS = 64
-THREADS = 128  # of a warpgroup
-_REGISTERS, _MOST_REGISTERS, _PRODUCER_REGISTERS = 1 << 16, 248, 40  # of a multiprocessor, and of a thread
-MIN_STAGES, MAX_STAGES = 3, 4  # of a ring; more in flight measured slower
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How a product is cut up.
-
-    Attributes:
-        consumers: warpgroups that multiply 64 rows of the weight each.
-        groups: of inputs that a step has.
-        stages: steps in the ring.
-    """
-
-    consumers: int
-    groups: int
-    stages: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What each CTA computes.
-
-    Attributes:
-        config: how the product is cut up.
-        tiles: of rows of the weight.
-        steps: of a tile.
-        tokens: of the call, padded.
-        is_packed: whether numbers have 4 bits: then the words of the next step are in registers before a step ends.
-    """
-
-    config: Config
-    tiles: int
-    steps: int
-    tokens: int
-    is_packed: bool
-
-    @property
-    def rows(self) -> int:
-        """Rows of the weight in a tile."""
-        return ROWS * self.config.consumers
-
-    @property
-    def depth(self) -> int:
-        """Inputs of a step."""
-        return LONGEST * self.config.groups
-
-    @property
-    def run(self) -> int:
-        """Steps of each CTA; the last one may have fewer."""
-        return pl.cdiv(self.tiles * self.steps, _compat.sm_count())
-
-    @property
-    def ctas(self) -> int:
-        """CTAs that have anything to do."""
-        return pl.cdiv(self.tiles * self.steps, self.run)
-
-    @property
-    def parts(self) -> int:
-        """CTAs, at most, that share a tile."""
-        if self.steps % self.run == 0 or self.run % self.steps == 0:
-            return max(1, self.steps // self.run)
-        return pl.cdiv(self.steps - 1, self.run) + 1
-
-
-def registers_of(consumers: int) -> tuple[int, int]:
-    """Registers of a thread of the producer and of a consumer, who gets what the producer gives back.
-
-    More than the CTA was launched with would never be granted; without the request, ptxas spills them.
-    """
-    warpgroups = consumers + 1
-    launched = min(_MOST_REGISTERS, _REGISTERS // (THREADS * warpgroups)) // 8 * 8
-    most = min(_MOST_REGISTERS, (launched * warpgroups - _PRODUCER_REGISTERS) // consumers) // 8 * 8
-    return _PRODUCER_REGISTERS, most
-
-
-def refusal(x: Any, values: Any, scales: Any, zeros: Any, dtype: Any) -> str | None:
-    """Why this kernel cannot do this call, or None; any dtype of the result will do."""
-    del zeros, dtype
-    if (tokens := tokens_of(x)) > MAX_TOKENS:
-        return f"The Mosaic product with few bits takes up to {MAX_TOKENS} tokens; these are {tokens}."
-    return unfit(x, values, scales)
-
-
-def unfit(x: Any, values: Any, scales: Any) -> str | None:
-    """Why the Mosaic backend cannot multiply such operands, or None."""
-    if x.dtype != jnp.bfloat16:
-        return f"The Mosaic product with few bits takes bf16; this is {x.dtype}."
-    if (group := x.shape[-1] // scales.shape[1]) != LONGEST:
-        return f"The Mosaic product with few bits needs groups of {LONGEST} inputs; these have {group}."
-    if values.dtype == jnp.int16:
-        return "The Mosaic product with few bits takes e4m3 numbers one by one; these are words of two (int16)."
-    if len(values) % ROWS:
-        return f"The Mosaic product with few bits needs a multiple of {ROWS} rows; these are {len(values)}."
-    return None
-
-
-def default_config(x: Any, values: Any, scales: Any) -> Config:
-    """The widest tile and the longest step of which the ring holds enough.
-
-    In 4 bits, beyond 16 tokens, one of four consumers has no registers for the words of its next step (ptxas spills),
-    and two that have are faster (32 tokens of 27B on an H100: gate_up 45.8 -> 44.3 us, down 26.2 -> 23.3). In 8 bits,
-    beyond 32 tokens, the sums alone need more registers than one of four has.
-    """
-    is_packed, tokens = values.dtype == jnp.uint16, -(-tokens_of(x) // ALIGNED) * ALIGNED
-    most_of_four = 16 if is_packed else 32
-    counts = (4, 2, 1) if tokens <= most_of_four else (2, 1)
-    consumers = next(count for count in counts if len(values) % (ROWS * count) == 0)
-    config = Config(consumers, 1, 1)
-    for groups in (2, 1):
-        width = LONGEST * groups
-        size = consumers * ROWS * width // (2 if is_packed else 1) + 2 * tokens * width
-        config = Config(consumers, groups, min(MAX_STAGES, SHARED_MEMORY // size))
-        if scales.shape[1] % groups == 0 and config.stages >= MIN_STAGES:
-            break
-    return config
-
-
-def plan_of(config: Config, x: Any, values: Any, scales: Any) -> Plan:
-    """The plan of a call that is cut up like this."""
-    tokens = -(-tokens_of(x) // ALIGNED) * ALIGNED
-    tiles, steps = len(values) // (ROWS * config.consumers), scales.shape[1] // config.groups
-    return Plan(config, tiles, steps, tokens, values.dtype == jnp.uint16)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "may_split", "config"))
@@ -172,36 +47,72 @@ def quantized_product(
     """See ``pallas_kernels.quantized_product``; float32 parts [S, *T, O] where it may be split, and is."""
     if reason := refusal(x, values, scales, zeros, dtype):
         raise NotImplementedError(reason)
-    tokens, outputs = tokens_of(x), len(values)
-    if tokens == 0:
-        return jnp.zeros((*x.shape[:-1], outputs), dtype)
+    if tokens_of(x) == 0:
+        return jnp.zeros((*x.shape[:-1], len(values)), dtype)
     plan = plan_of(config or default_config(x, values, scales), x, values, scales)
+    parts, _ = in_parts(plan, x, (values, scales, zeros), dtype)
+    return parts if may_split and plan.parts > 1 else whole(parts, dtype)
+
+
+def whole(parts: Float[Array, "S *T O"], dtype: DTypeLike) -> Float[Array, "*T O"]:
+    """The sum of parts, one after another: XLA's own sum takes another order for another number of tokens."""
+    return functools.reduce(jnp.add, parts).astype(dtype)
+
+
+def in_parts(
+    plan: Plan,
+    x: Float[Array, "*T I"],
+    weight: tuple[Array, Array, Array | None],
+    dtype: DTypeLike,
+    other: Float[Array, "P I"] | None = None,
+) -> tuple[Float[Array, "S *T O"], Float[Array, "*T P"] | None]:
+    """The parts of a product, in float32 if they are several, and the product with another weight beside it.
+
+    Args:
+        plan: of the product.
+        x: activations, at least one token.
+        weight: numbers, scales and zero points.
+        dtype: of the result.
+        other: weight whose rows go to multiprocessors that the plan leaves idle.
+    """
+    tokens, outputs = tokens_of(x), len(weight[0])
     rows = x.reshape(tokens, -1)
     if tokens > ALIGNED:  # TMA fills up a tile, but not tiles of which the last one is not whole
         rows = jnp.pad(rows, ((0, plan.tokens - tokens), (0, 0)))
-    operands = _compat.vary_alike(rows, values, scales, *([] if zeros is None else [zeros]))
-    result = _compat.out_like((plan.parts, tokens, outputs), jnp.float32 if plan.parts > 1 else dtype, operands[0])
-    (out,) = _launch(plan, operands, result)(*operands)
-    (out, *_) = _compat.vary_alike(out, *operands)  # Mosaic does not mark its outputs as varying
-    out = out.reshape(plan.parts, *x.shape[:-1], outputs)
-    if plan.parts == 1:
-        return out[0]
-    # One after another: XLA's own sum over an axis takes another order for another number of tokens.
-    return out if may_split else functools.reduce(jnp.add, out).astype(dtype)
+    operands = _compat.vary_alike(rows, *(array for array in (*weight, other) if array is not None))
+    results = [_compat.out_like((plan.parts, tokens, outputs), jnp.float32 if plan.parts > 1 else dtype, operands[0])]
+    if other is not None:
+        results.append(_compat.out_like((1, tokens, len(other)), dtype, operands[0]))
+    run = _launch(plan, operands, results, plan.tiles_beside(other))
+    out, *beside = _compat.vary_alike(*run(*operands), *operands)[: len(results)]  # Mosaic does not mark its outputs
+    of_other = (array.reshape(*x.shape[:-1], -1) for array in beside)
+    return out.reshape(plan.parts, *x.shape[:-1], outputs), next(of_other, None)
 
 
-def _launch(plan: Plan, operands: tuple[jax.Array, ...], result: jax.ShapeDtypeStruct) -> Callable[..., Any]:
-    """The kernel over all CTAs of a plan."""
+class Other(NamedTuple):
+    """References to a weight beside the first one and to its product, and how many CTAs multiply it."""
+
+    weight: Any
+    out: Any
+    tiles: int
+
+
+def _launch(
+    plan: Plan, operands: tuple[jax.Array, ...], results: list[jax.ShapeDtypeStruct], beside: int
+) -> Callable[..., Any]:
+    """The kernel over all CTAs of a plan, and over those that multiply another weight."""
     stages, consumers = plan.config.stages, plan.config.consumers
     width = plan.depth // PLACES if plan.is_packed else plan.depth
 
-    def quantized_product(*refs: Any, **scratch: Any) -> None:
-        _body(*refs, plan=plan, **scratch)
+    def quantized_product(*refs: Any, **s: Any) -> None:
+        (x, *weight), (out, *outs) = refs[: len(operands)], refs[len(operands) :]
+        other = Other(weight.pop(), outs[0], beside) if beside else None
+        _body(x, weight, out, other, plan, s)
 
     return plgpu.kernel(
         quantized_product,
-        out_type=[result],
-        grid=(plan.ctas,),
+        out_type=results,
+        grid=(plan.ctas + beside,),
         grid_names=("cta",),
         num_threads=consumers + 1,
         thread_name="warpgroup",
@@ -210,14 +121,15 @@ def _launch(plan: Plan, operands: tuple[jax.Array, ...], result: jax.ShapeDtypeS
             "weight_s": tiled((stages, plan.rows, width), operands[1].dtype),
             "full": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
             "empty": plgpu.Barrier(num_barriers=stages, num_arrivals=consumers),
-        },
+        }
+        | ({"met": plgpu.Barrier(num_arrivals=consumers)} if beside else {}),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
 
 
-def _body(x: Any, values: Any, scales: Any, *rest: Any, plan: Plan, **s: Any) -> None:
-    """The body of one CTA; ``s`` is its scratch."""
-    *zeros, out = rest
+def _body(x: Any, weight: list[Any], out: Any, other: Other | None, plan: Plan, s: dict[str, Any]) -> None:
+    """The body of one CTA; the weight is numbers, scales and zero points if there are any, ``s`` the scratch."""
+    values, scales, *zeros = weight
     cta, me, consumers = lax.axis_index("cta"), lax.axis_index("warpgroup"), plan.config.consumers
     producer_registers, consumer_registers = registers_of(consumers)
     first = cta * plan.run
@@ -241,6 +153,15 @@ def _body(x: Any, values: Any, scales: Any, *rest: Any, plan: Plan, **s: Any) ->
                 _store_zeros(out, cta, tile, row, end, plan)
 
         lax.fori_loop(lax.div(first, plan.steps), lax.div(last - 1, plan.steps) + 1, part, None)
+        if other is not None:  # within this branch: behind it ptxas has the producer's 40 registers, and spills
+            _multiply_beside(x, other, plan, s)
+
+
+def _multiply_beside(x: Any, other: Other, plan: Plan, s: dict[str, Any]) -> None:
+    """The other weight's rows, by the consumers of CTAs behind those of the plan, whose rings nobody fills."""
+    tile, rows = lax.axis_index("cta") - plan.ctas, other.weight.shape[0] // other.tiles
+    shared = plan.config.consumers, s["weight_s"], s["met"]
+    pl.when(tile >= 0)(lambda: warp_product.multiply(x, other.weight, other.out, tile * rows, rows, *shared))
 
 
 def _store_zeros(out: Any, cta: Any, tile: Any, row: Any, end: Any, plan: Plan) -> None:

@@ -27,10 +27,10 @@ from pallas_kernels import _compat
 from pallas_kernels.lib.measured import tokens_of
 from pallas_kernels.lib.shared_memory import ALIGNED, SHARED_MEMORY, tiled
 from pallas_kernels.quantize import quantize_rows
-from pallas_kernels.quantized_product import hidden, mosaic, registers, rescaled, staged
+from pallas_kernels.quantized_product import hidden, mosaic_plan, registers, rescaled, staged
 from pallas_kernels.quantized_product.hidden import HALF
 from pallas_kernels.quantized_product.layout import LONGEST, PLACES
-from pallas_kernels.quantized_product.mosaic import MAX_TOKENS, ROWS, registers_of
+from pallas_kernels.quantized_product.mosaic_plan import MAX_TOKENS, ROWS, registers_of
 from pallas_kernels.quantized_product.rescaled import Rows
 from pallas_kernels.quantized_product.wide_plan import Config, Plan, default_config, plan_of
 
@@ -39,7 +39,7 @@ def refusal(x: Any, values: Any, scales: Any, zeros: Any, dtype: Any) -> str | N
     """Why the Mosaic backend cannot do this call, or None; any dtype of the result will do."""
     if (tokens := tokens_of(x)) <= MAX_TOKENS:
         return f"The wide Mosaic product with few bits is for more than {MAX_TOKENS} tokens; these are {tokens}."
-    return mosaic.unfit(x, values, scales)
+    return mosaic_plan.unfit(x, values, scales)
 
 
 def two_sided_refusal(x: Any, values: Any, scales: Any, zeros: Any, dtype: Any) -> str | None:

@@ -28,7 +28,7 @@ from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.product import PRODUCT, PRODUCT_BESIDE, narrow, parts_of, triton
 from pallas_kernels.quantize import QUANTIZE_GATED, QUANTIZE_ROWS
-from pallas_kernels.quantized_product import FP8_PRODUCT, INT4_PRODUCT, QUANTIZED_SWIGLU
+from pallas_kernels.quantized_product import FP8_PRODUCT, INT4_PRODUCT, QUANTIZED_PRODUCT_BESIDE, QUANTIZED_SWIGLU
 from pallas_kernels.registry import Device
 from pallas_kernels.route import ROUTE
 from pallas_kernels.swiglu import SWIGLU
@@ -110,6 +110,7 @@ OPERATIONS = {  # by their name in the table; those of one name must choose alik
     "route": [ROUTE],
     "int4_product": [INT4_PRODUCT],
     "fp8_product": [FP8_PRODUCT],
+    "quantized_product_beside": [QUANTIZED_PRODUCT_BESIDE],
     "quantized_swiglu": [QUANTIZED_SWIGLU],
 }
 UNINTERPRETED = (
@@ -118,6 +119,7 @@ UNINTERPRETED = (
     "all_reduce",
     "quantized_swiglu",
     "product_beside",
+    "quantized_product_beside",
 )  # no argument `interpret`
 
 
@@ -208,6 +210,13 @@ def calls() -> Iterator[tuple[str, str, list[tuple[Any, ...]]]]:
         ):
             arguments = values, shape(96, 5120 // group), None, dtype
             yield name, f"{_name(dtype)} groups of {group}", [(shape(t, 5120, dtype=dtype), *arguments) for t in TOKENS]
+    for (dtype, rows), (kind, values) in itertools.product(
+        ((BF16, 96), (BF16, 1024), (F16, 96)),
+        (("int4", shape(16384, 1280, dtype=jnp.uint16)), ("fp8", shape(16384, 5120, dtype=E4M3))),
+    ):
+        arguments = values, shape(16384, 40), None, shape(rows, 5120, dtype=dtype)
+        of = f"{_name(dtype)}, {kind} 16384x5120 and {rows}"
+        yield "quantized_product_beside", of, [(shape(t, 5120, dtype=dtype), *arguments) for t in TOKENS]
     for dtype, units in itertools.product((BF16, F16), (32, 40, 1088)):
         for kind, values in (
             ("int4", shape(16, 2, units, 1280, dtype=jnp.uint16)),

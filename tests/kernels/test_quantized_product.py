@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from pallas_kernels import _compat, quantized_product, split_quantized_product
 from pallas_kernels.quantize import quantize_rows
-from pallas_kernels.quantized_product import mosaic, operation_of, tiles, triton, wide, wide_plan
+from pallas_kernels.quantized_product import mosaic, mosaic_plan, operation_of, tiles, triton, wide, wide_plan
 from pallas_kernels.quantized_product.layout import span_of_group
 from pallas_kernels.quantized_product.triton import Config
 from pallas_kernels.registry import Device
@@ -154,7 +154,7 @@ def test_ctas_of_hopper_have_equal_runs(monkeypatch):
     for outputs, inputs in ((34816, 5120), (5120, 17408), (5120, 6144), (16384, 5120), (192, 384), (64, 128)):
         x, scales = struct((16, inputs), BF16), struct((outputs, inputs // 128), BF16)
         for values in (struct((outputs, inputs // 4), jnp.uint16), struct((outputs, inputs), E4M3)):
-            plan = mosaic.plan_of(mosaic.default_config(x, values, scales), x, values, scales)
+            plan = mosaic_plan.plan_of(mosaic_plan.default_config(x, values, scales), x, values, scales)
             units = np.arange(plan.tiles * plan.steps)
             assert plan.ctas <= 132
             assert units[-1] // plan.run == plan.ctas - 1
@@ -185,7 +185,7 @@ def test_pairs_of_hopper_have_every_tile_once(monkeypatch):
                 assert [step for start, end in ends for step in range(start, end)] == [*range(inputs // 128)]
                 assert all(start < end for start, end in ends)
                 step = 128 * (plan.rows // (2 if is_packed else 1) + 2 * config.tokens)
-                assert 2 <= config.stages <= mosaic.SHARED_MEMORY // step
+                assert 2 <= config.stages <= mosaic_plan.SHARED_MEMORY // step
 
 
 def test_tiles_of_many_tokens():
@@ -213,12 +213,12 @@ def test_it_lowers_and_is_picked(monkeypatch, kind, tokens, shape):
     scales = struct((outputs, inputs // 128), BF16 if kind == "fp8" else jnp.float16)
     zeros = struct(scales.shape, jnp.uint8) if kind == "zeros" else None
     x = struct((tokens, inputs), BF16)
-    fits = outputs % mosaic.ROWS == 0
+    fits = outputs % mosaic_plan.ROWS == 0
     for generation in ((8, 0), (8, 6), (8, 9), (9, 0)):
         wanted = "reference" if kind == "fp8" and generation < (8, 9) else "triton"
         if generation == (9, 0) and fits:
             beyond = "mosaic_two_sided" if kind == "fp8" else "mosaic_wide"
-            wanted = "mosaic" if tokens <= mosaic.MAX_TOKENS else beyond
+            wanted = "mosaic" if tokens <= mosaic_plan.MAX_TOKENS else beyond
         call = (x, values, scales, zeros, BF16)
         assert operation_of(values).choose(call, Device("cuda", generation)).name == wanted
     for generation, target in (((8, 9), "xla.gpu.triton"), ((9, 0), "mosaic_gpu" if fits else "xla.gpu.triton")):

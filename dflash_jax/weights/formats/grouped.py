@@ -15,7 +15,14 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Float8e4m3fn, Int, Int16, UInt8, UInt16
 
 from dflash_jax.weights.formats.protocol import Limit, Product, Rows, plain
-from pallas_kernels import largest, quantized_product, quantized_swiglu, split_quantized_product
+from pallas_kernels import (
+    largest,
+    product,
+    quantized_product,
+    quantized_product_beside,
+    quantized_swiglu,
+    split_quantized_product,
+)
 from pallas_kernels.experts import FewBits
 from pallas_kernels.quantized_product.layout import places_of
 
@@ -74,6 +81,12 @@ class Grouped:
         return (
             Product(split_quantized_product(*self._operands(x)), None) if kernels else self.unscaled(x, kernels=False)
         )
+
+    def product_beside(self, x: Rows, other: Float[Array, "P I"]) -> tuple[Float[Array, "*T O"], Float[Array, "*T P"]]:
+        """Both products, in one kernel where that is faster; the other weight has the order of x."""
+        if self.order is None:
+            return quantized_product_beside(*self._operands(x), other)
+        return self.product(x, kernels=True), product(plain(x, "a plain array"), other)
 
     def gated(self, x: Rows, *, kernels: bool) -> Rows:
         """silu(gate) * up in x's dtype."""

@@ -149,6 +149,19 @@ class Stack(Protocol):
         ...
 
 
+@runtime_checkable
+class Accompanied(Protocol):
+    """A matrix whose kernels multiply a plain one of few rows meanwhile: a `Weight` with this one member more."""
+
+    def product_beside(self, x: Rows, other: Float[Array, "P I"]) -> tuple[Float[Array, "*T O"], Float[Array, "*T P"]]:
+        """The product, by kernels, and ``x @ other.T``, both in the dtype of x.
+
+        Raises:
+            TypeError: x is quantised and this format multiplies plain activations only.
+        """
+        ...
+
+
 def plain(x: Rows, weight: str) -> Array:
     """Activations for a weight that multiplies plain arrays only.
 

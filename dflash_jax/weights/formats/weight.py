@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 
 from dflash_jax.weights.formats.array import ArrayWeight
 from dflash_jax.weights.formats.grouped import Grouped
-from dflash_jax.weights.formats.protocol import QuantizedRows, Rows, Stack, Weight
-from pallas_kernels import product_beside, split_product
+from dflash_jax.weights.formats.protocol import Accompanied, QuantizedRows, Rows, Stack, Weight
+from pallas_kernels import split_product
 from pallas_kernels.experts import FewBits
 
 
@@ -72,9 +72,8 @@ def project_both(
 ) -> tuple[Float[Array, "B T *O"], Float[Array, "B T *P"]]:
     """`project` with kernels by a weight [*O, D], and by another of few rows [*P, D]; in one where that is faster."""
     wide, narrow = weight_of(weight), weight_of(other)
-    if isinstance(x, Array) and isinstance(wide, ArrayWeight) and isinstance(narrow, ArrayWeight):
-        width = x.shape[-1]
-        outputs = product_beside(x, wide.values.reshape(-1, width), narrow.values.reshape(-1, width))
+    if isinstance(wide, Accompanied) and isinstance(narrow, ArrayWeight):
+        outputs = wide.product_beside(flat_rows(x), narrow.values.reshape(-1, x.shape[-1]))
         first, second = (
             out.reshape(*x.shape[:2], *each.shape[:-1]) for out, each in zip(outputs, (wide, narrow), strict=True)
         )
