@@ -20,6 +20,7 @@ MAX_TOKENS = 64
 THREADS = 128  # of a warpgroup
 _REGISTERS, _MOST_REGISTERS, _PRODUCER_REGISTERS = 1 << 16, 248, 40  # of a multiprocessor, and of a thread
 MIN_STAGES, MAX_STAGES = 3, 4  # of a ring; more in flight measured slower
+_MOST_OF_FOUR = 16  # tokens that four consumers multiply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,20 +129,26 @@ def unfit(x: Any, values: Any, scales: Any) -> str | None:
 
 
 def default_config(x: Any, values: Any, scales: Any) -> Config:
-    """The widest tile and the longest step of which the ring holds enough.
+    """Two consumers; four of few tokens in 4 bits if tiles have no more parts then; one where neither has whole tiles.
 
-    In 4 bits, beyond 16 tokens, one of four consumers has no registers for the words of its next step (ptxas spills),
-    and two that have are faster (32 tokens of 27B on an H100: gate_up 45.8 -> 44.3 us, down 26.2 -> 23.3). In 8 bits,
-    beyond 32 tokens, the sums alone need more registers than one of four has.
+    Fewer parts are fewer bytes to write and to add up (BENCH.md). Numbers of 4 bits take longer to widen than to read
+    (gate_up of 27B, H200, 16 tokens: 32.6 us with two consumers, 29.5 with four), those of 8 bits do not (49.5 and
+    50.8). Beyond 16 tokens one of four has no registers for the words of its next step.
     """
-    is_packed, tokens = values.dtype == jnp.uint16, -(-tokens_of(x) // ALIGNED) * ALIGNED
-    most_of_four = 16 if is_packed else 32
-    counts = (4, 2, 1) if tokens <= most_of_four else (2, 1)
-    consumers = next(count for count in counts if len(values) % (ROWS * count) == 0)
+    tokens = _padded(x)
+    counts = (4, 2) if values.dtype == jnp.uint16 and tokens <= _MOST_OF_FOUR else (2,)
+    configs = [_config(count, tokens, values, scales) for count in counts if len(values) % (ROWS * count) == 0]
+    configs = configs or [_config(1, tokens, values, scales)]
+    return min(configs, key=lambda config: plan_of(config, x, values, scales).parts)
+
+
+def _config(consumers: int, tokens: int, values: Any, scales: Any) -> Config:
+    """So many consumers, and the longest step of which the ring holds enough."""
+    numbers = 2 if values.dtype == jnp.uint16 else 1  # of a byte
     config = Config(consumers, 1, 1)
     for groups in (2, 1):
         width = LONGEST * groups
-        size = consumers * ROWS * width // (2 if is_packed else 1) + 2 * tokens * width
+        size = consumers * ROWS * width // numbers + 2 * tokens * width
         config = Config(consumers, groups, min(MAX_STAGES, SHARED_MEMORY // size))
         if scales.shape[1] % groups == 0 and config.stages >= MIN_STAGES:
             break
@@ -150,6 +157,9 @@ def default_config(x: Any, values: Any, scales: Any) -> Config:
 
 def plan_of(config: Config, x: Any, values: Any, scales: Any) -> Plan:
     """The plan of a call that is cut up like this."""
-    tokens = -(-tokens_of(x) // ALIGNED) * ALIGNED
     tiles, steps = len(values) // (ROWS * config.consumers), scales.shape[1] // config.groups
-    return Plan(config, tiles, steps, tokens, values.dtype == jnp.uint16)
+    return Plan(config, tiles, steps, _padded(x), values.dtype == jnp.uint16)
+
+
+def _padded(x: Any) -> int:
+    return -(-tokens_of(x) // ALIGNED) * ALIGNED
