@@ -188,12 +188,9 @@ class Step:
             self._product("in_proj", delta.key_heads * (channels + values), D),
             self._product("in_proj_ba", 2 * delta.value_heads, D),
         )
-        if gates.operation is PRODUCT:
-            beside = PRODUCT_BESIDE if inputs.operation is PRODUCT else QUANTIZED_PRODUCT_BESIDE
-            (*operands, _), other = inputs.arguments, gates.arguments[1]
-            yield Call(beside, f"{inputs.label} and in_proj_ba {_text(other)}", (*operands, other))
-        else:
-            yield from (inputs, gates)
+        beside = PRODUCT_BESIDE if inputs.operation is PRODUCT else QUANTIZED_PRODUCT_BESIDE
+        (*operands, _), other = inputs.arguments, gates.arguments[1]
+        yield Call(beside, f"{inputs.label} and in_proj_ba {_text(other)}", (*operands, other))
         yield self._product("out_proj", D, delta.key_heads * values)
         state, *tape = shapes_of(delta, self.batch, self.tokens, self.dtype)
         heads = Struct((delta.value_heads,), jnp.float32)

@@ -50,10 +50,10 @@ def multiply(x: Any, weight: Any, out: Any, first: Any, rows: int, warpgroups: i
         weight: reference to the weight [O, D].
         out: reference to the product [1, T, O].
         first: first row.
-        rows: how many.
+        rows: how many, a multiple of 8.
         warpgroups: consumers.
         staged: reference to shared memory of at least `bytes_of`, in tiles, that nothing else uses meanwhile.
-        met: barrier at which as many warpgroups arrive.
+        met: barrier that expects ``warpgroups`` arrivals.
     """
     warps, tokens = _WARPS * warpgroups, _padded(out.shape[1])
     zeros = jnp.zeros((_FRAGMENT * -(-rows // _STRIP), tokens), jnp.float32)
@@ -77,7 +77,7 @@ def _padded(tokens: int) -> int:
 
 
 def _fetch(weight: Any, first: Any, rows: int, warps: int) -> None:
-    """Have rows brought into L2: memory that a larger product keeps busy answers late, and a warp asks many times."""
+    """Have rows brought into L2, since memory that a larger product keeps busy answers each of a warp's loads late."""
     lines, threads = rows * weight.shape[1] * 2 // _LINE, warps * utils.WARP_SIZE
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
@@ -97,7 +97,14 @@ def _fetch(weight: Any, first: Any, rows: int, warps: int) -> None:
 def _added(sums: jax.Array, x: Any, weight: Any, first: Any, step: tuple[Any, int], rows: int, warps: int) -> jax.Array:
     """Sums plus the products of each warp's inputs of a step; rows and tokens that do not exist repeat the last one.
 
-    A step is its number, and how many times 32 inputs it has.
+    Args:
+        sums: [64 * strips, tokens] float32, of which a warp has 16 rows of each 64.
+        x: reference to the tokens.
+        weight: reference to the weight.
+        first: first row.
+        step: its number, and how many times a warp multiplies 32 inputs in it.
+        rows: how many.
+        warps: of the CTA.
     """
     held = plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
     last_token, (number, together) = x.shape[0] - 1, step
@@ -136,14 +143,14 @@ def _stage(sums: jax.Array, staged: Any, rows: int) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _in_tiles(staged)))
     def run(ctx: Any, sums: FragmentedArray, staged: Any) -> None:
         del ctx
-        base, tokens, (line, quarter) = utils.memref_ptr(staged), sums.shape[1], _lane()
+        base, tokens, warp, (line, quarter) = utils.memref_ptr(staged), sums.shape[1], utils.warp_idx(), _lane()
         registers = sums.registers.reshape(sums.shape[0] // _FRAGMENT, tokens // ALIGNED, 2)
         for (strip, tile, half), numbers in np.ndenumerate(registers):
             row = arith.addi(line, _i32(strip * _STRIP + half * ALIGNED))
             with utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, _i32(rows))):
                 for i in range(2):
                     token = arith.addi(arith.muli(quarter, _i32(2)), _i32(tile * ALIGNED + i))
-                    place = arith.addi(arith.muli(utils.warp_idx(), _i32(tokens)), token)
+                    place = arith.addi(arith.muli(warp, _i32(tokens)), token)
                     place = arith.addi(arith.muli(place, _i32(rows + _PAD)), row)
                     llvm.store(_part(numbers, i), utils.getelementptr(base, [place], ir.F32Type.get()))
 

@@ -155,7 +155,7 @@ def quantized_product_beside(
       values: likewise.
       scales: likewise.
       zeros: likewise.
-      other: such as that of gates; dtype like x.
+      other: the other weight, such as that of gates, in the dtype of x.
       implementation: on Hopper, for up to 64 tokens, ``"mosaic"`` multiplies the other weight on multiprocessors that
         the first product leaves idle, ``"apart"`` is two products, and ``"reference"`` leaves them to XLA; None picks
         the fastest that can.

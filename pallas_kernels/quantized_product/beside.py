@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float8e4m3fn, UInt8, UInt16
 from pallas_kernels import _compat
 from pallas_kernels.lib import warp_product
 from pallas_kernels.lib.measured import tokens_of
+from pallas_kernels.lib.shared_memory import ALIGNED
 from pallas_kernels.quantized_product import mosaic, mosaic_plan
 
 _MIN_BYTES = 40 << 20  # of numbers of the first weight; beside smaller ones it was not measured
@@ -40,8 +41,9 @@ def refusal(x: Any, values: Any, scales: Any, zeros: Any, other: Any) -> str | N
     if plan.tiles_beside(other):
         return None
     return (
-        f"The other weight must fit on the multiprocessors that the first one leaves idle; it has {len(other)} rows, "
-        f"and {_compat.sm_count() - plan.ctas} are idle."
+        "The other weight must fit on multiprocessors that the first one leaves idle, in tiles of a multiple of "
+        f"{ALIGNED} rows whose sums shared memory holds; it has {len(other)} rows, and "
+        f"{_compat.sm_count() - plan.ctas} are idle."
     )
 
 

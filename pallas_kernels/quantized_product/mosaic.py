@@ -75,7 +75,8 @@ def in_parts(
         dtype: of the result.
         other: weight whose rows go to multiprocessors that the plan leaves idle.
     """
-    tokens, outputs = tokens_of(x), len(weight[0])
+    tokens, outputs, beside = tokens_of(x), len(weight[0]), plan.tiles_beside(other)
+    assert beside or other is None, "else it is refused"
     rows = x.reshape(tokens, -1)
     if tokens > ALIGNED:  # TMA fills up a tile, but not tiles of which the last one is not whole
         rows = jnp.pad(rows, ((0, plan.tokens - tokens), (0, 0)))
@@ -83,9 +84,9 @@ def in_parts(
     results = [_compat.out_like((plan.parts, tokens, outputs), jnp.float32 if plan.parts > 1 else dtype, operands[0])]
     if other is not None:
         results.append(_compat.out_like((1, tokens, len(other)), dtype, operands[0]))
-    run = _launch(plan, operands, results, plan.tiles_beside(other))
-    out, *beside = _compat.vary_alike(*run(*operands), *operands)[: len(results)]  # Mosaic does not mark its outputs
-    of_other = (array.reshape(*x.shape[:-1], -1) for array in beside)
+    run = _launch(plan, operands, results, beside)
+    out, *others = _compat.vary_alike(*run(*operands), *operands)[: len(results)]  # Mosaic does not mark its outputs
+    of_other = (array.reshape(*x.shape[:-1], -1) for array in others)
     return out.reshape(plan.parts, *x.shape[:-1], outputs), next(of_other, None)
 
 

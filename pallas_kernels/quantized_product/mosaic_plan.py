@@ -84,11 +84,11 @@ class Plan:
         return pl.cdiv(self.steps - 1, self.run) + 1
 
     def tiles_beside(self, other: Any) -> int:
-        """Tiles of another weight on multiprocessors that are left; 0 if it is None or does not fit there.
+        """Tiles of another weight, on multiprocessors that are left; 0 if it is None or has no such tiles.
 
-        Its sums meet in the ring.
+        The ring must have room for the sums of a tile.
         """
-        if other is None:
+        if other is None or not len(other):
             return 0
         tiles = next(tiles_of(len(other), _compat.sm_count() - self.ctas), 0)
         ring = self.config.stages * self.rows * self.depth // (2 if self.is_packed else 1)
@@ -129,7 +129,7 @@ def unfit(x: Any, values: Any, scales: Any) -> str | None:
 
 
 def default_config(x: Any, values: Any, scales: Any) -> Config:
-    """Two consumers; four of few tokens in 4 bits if tiles have no more parts then; one where neither has whole tiles.
+    """Two consumers; four of up to 16 tokens in 4 bits unless tiles have more parts then; one for odd blocks of rows.
 
     Fewer parts are fewer bytes to write and to add up (BENCH.md). Numbers of 4 bits take longer to widen than to read
     (gate_up of 27B, H200, 16 tokens: 32.6 us with two consumers, 29.5 with four), those of 8 bits do not (49.5 and

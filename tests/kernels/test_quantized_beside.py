@@ -28,6 +28,12 @@ def call_of(kind, tokens, rows, others, width=5120, dtype=BF16):
     return struct((tokens, width), dtype), values, scales, zeros, struct((others, width), dtype)
 
 
+@pytest.fixture
+def of_132(monkeypatch):
+    """A Hopper's multiprocessors, on whatever machine this is."""
+    monkeypatch.setattr(_compat, "sm_count", lambda: 132)
+
+
 def other_weight(others, width):
     return jnp.asarray(np.random.default_rng(1).standard_normal((others, width)), BF16)
 
@@ -59,6 +65,7 @@ def test_a_broken_token_breaks_no_other(kind):
     np.testing.assert_array_equal(clean[3], on_idle(x[3:4], *weight, other)[1][0])
 
 
+@pytest.mark.usefixtures("of_132")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("capability", "tokens", "rows", "others", "name"),
@@ -69,6 +76,7 @@ def test_a_broken_token_breaks_no_other(kind):
         ((9, 0), 16, 16384, 192, "apart"),  # more rows on a multiprocessor than were measured
         ((9, 0), 16, 4096, 96, "apart"),  # a smaller weight than was measured
         ((9, 0), 16, 16384, 97, "apart"),  # no tiles of 8 rows
+        ((9, 0), 16, 16384, 0, "apart"),
         ((8, 9), 16, 16384, 96, "apart"),
         (None, 16, 16384, 96, "apart"),
     ],
@@ -85,22 +93,28 @@ def test_which_products_have_another_beside_them(monkeypatch, capability, tokens
         assert "dot_general" not in text
 
 
-def test_what_is_beside_fits_on_idle_multiprocessors_and_into_the_ring():
-    """Sums of the warps of consumers meet where the ring of the first product's weight would be."""
-    for kind, tokens in ((kind, tokens) for kind in KINDS for tokens in (1, 16, 17, 32, 33, 64)):
-        x, values, scales, _, other = call_of(kind, tokens, 16384, 96)
-        plan = plan_of(default_config(x, values, scales), x, values, scales)
-        assert plan.ctas + plan.tiles_beside(other) <= 132
-        assert plan.tiles_beside(other) == 4
-        ring = plan.config.stages * plan.rows * plan.depth // (2 if plan.is_packed else 1)
-        assert 4 * 4 * plan.config.consumers * plan.tokens * (24 + 4) <= ring
-        assert plan.tiles_beside(jax.ShapeDtypeStruct((1 << 20, 5120), BF16)) == 0
+@pytest.mark.usefixtures("of_132")
+@pytest.mark.parametrize("tokens", [1, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_beside_fits_on_idle_multiprocessors_and_into_the_ring(kind, tokens):
+    """Sums of 8 warps meet in the ring: 4 steps of 16 KiB in 4 bits, of 32 KiB in 8 bits (3 of them with 64 tokens)."""
+    x, values, scales, _, other = call_of(kind, tokens, 16384, 96)
+    plan = plan_of(default_config(x, values, scales), x, values, scales)
+    assert plan.ctas == 128
+    assert plan.tiles_beside(other) == 4
+    ring = 65536 if kind != "fp8" else 98304 if tokens > 40 else 131072
+    most = max(rows for rows in range(8, 4096, 8) if plan.tiles_beside(jax.ShapeDtypeStruct((4 * rows, 5120), BF16)))
+    padded = -(-tokens // 8) * 8
+    assert 8 * padded * (most + 4) * 4 <= ring < 8 * padded * (most + 8 + 4) * 4
 
 
+@pytest.mark.usefixtures("of_132")
 @pytest.mark.parametrize(
     ("rows", "others", "width", "dtype", "message"),
     [
-        (16384, 97, 5120, BF16, "it has 97 rows, and 4 are idle"),
+        (16384, 97, 5120, BF16, "in tiles of a multiple of 8 rows .*; it has 97 rows, and 4 are idle"),
+        (16384, 2048, 5120, BF16, "whose sums shared memory holds; it has 2048 rows, and 4 are idle"),
+        (16896, 96, 5120, BF16, "it has 96 rows, and 0 are idle"),
         (16384, 96, 5120 + 128, BF16, "a width that 256 divides; these are 5248 of bfloat16"),
         (16384, 96, 5120, jnp.float16, "takes bf16; this is float16"),
     ],

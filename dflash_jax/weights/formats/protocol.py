@@ -151,7 +151,7 @@ class Stack(Protocol):
 
 @runtime_checkable
 class Accompanied(Protocol):
-    """A matrix whose kernels multiply a plain one of few rows meanwhile: a `Weight` with this one member more."""
+    """A `Weight` with one member more, since its kernels can multiply a plain matrix of few rows in the same launch."""
 
     def product_beside(self, x: Rows, other: Float[Array, "P I"]) -> tuple[Float[Array, "*T O"], Float[Array, "*T P"]]:
         """The product, by kernels, and ``x @ other.T``, both in the dtype of x.
