@@ -18,8 +18,8 @@ from jax import Array
 
 from pallas_kernels import add_norm, quantized_product_beside, quantized_swiglu, split_quantized_product
 from pallas_kernels.lib import timing
-from pallas_kernels.quantized_product.bench import BYTES, KINDS, SHAPES, operands
 from pallas_kernels.quantized_product.layout import FewBits
+from pallas_kernels.quantized_product.samples import BYTES, KINDS, SHAPES, operands
 
 GATES = 96  # rows of their weight in Qwen3.6-27B
 
