@@ -1,0 +1,229 @@
+"""Mosaic kernels on CPUs, in JAX's interpreter of GPU kernels: a warpgroup is a thread, barriers and TMA are simulated.
+
+``python -m tests.kernels.simulated CASE`` runs one case and compares it with plain arithmetic. What the interpreter
+lacks, or what is written in MLIR (`inline_mgpu`), is put in as plain arithmetic: register layouts, transposed operands
+of wgmma, widened numbers, stores. So this tests what a kernel waits for, copies and multiplies, and no layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src import callback
+from jax._src.pallas.mosaic.interpret.utils import GPULoggingInfo
+from jax._src.pallas.mosaic_gpu import primitives
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, params, shared_memory
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _compat, paged_attention, product, quantized_product_beside, swiglu
+from pallas_kernels.lib import warp_product
+from pallas_kernels.paged_attention import mosaic as attention
+from pallas_kernels.quantized_product import mosaic as quantized
+from pallas_kernels.quantized_product import registers
+from tests.kernels.cases import BF16, E4M3, error
+from tests.kernels.test_quantized_product import operands
+
+WEIGHT_FIRST = [importlib.import_module(f"pallas_kernels.{name}.weight_first") for name in ("product", "swiglu")]
+
+
+class Transposed:
+    """A transposed reference to shared memory."""
+
+    def __init__(self, ref: Any, permutation: tuple[int, int] = (1, 0)) -> None:
+        assert permutation == (1, 0)
+        self.ref, self.shape = ref, ref.shape[::-1]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.ref[index].T
+
+
+def wgmma(acc: Any, a: Any, b: Any) -> None:
+    """Add a product to sums; the interpreter's own takes neither arrays nor transposed references."""
+    product = jnp.dot(a[...].astype(jnp.float32), b[...].astype(jnp.float32))
+    trees = dict.fromkeys(("acc_transforms_tree", "a_transforms_tree", "b_transforms_tree"))
+    primitives.wgmma_ref_p.bind(acc, product, acc, **trees)
+
+
+def interpret_wgmma(self: Any, equation: Any, token: Any, get_operands: Any) -> Any:
+    """What the interpreter does with the primitive that `wgmma` binds."""
+    acc, product, *_ = get_operands()
+
+    def add(token: Any, place: tuple[Any, ...], key: Any, product: Any) -> Any:
+        device, *grid, thread = (int(number) for number in place)
+        memory = gpu_callbacks._get_shared_memory()
+        thread_of_all = memory.get_global_thread_id(device, thread)
+        logged = GPULoggingInfo(
+            device_id=device, grid_point_coords=tuple(grid), thread_id=thread, source_info=equation.source_info
+        )
+        of = gpu_callbacks.HostAllocationKey.from_array(key)
+        sums, _, _ = memory.get_buffer_content(of, (), thread_of_all, logging_info=logged)
+        memory.store_buffer_content(of, (), sums + np.asarray(product), thread_of_all, logging_info=logged)
+        return token
+
+    place = (self.device_info.device_id, *self.grid_point_coords, self.thread_id)
+    shape = gpu_callbacks.TOKEN_SHAPE_DTYPE
+    return callback.io_callback(add, shape, token=token, place=place, key=acc, product=product, ordered=True), []
+
+
+class Start:
+    """Sums that start from an array."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def run_state(body: Any) -> Any:
+    """As Pallas' own, for sums alone."""
+
+    def run(start: Start) -> Any:
+        def added(ref: Any) -> Any:
+            body(ref)
+            return start.value + ref[...]
+
+        return pl.run_scoped(added, plgpu.ACC(start.value.shape, jnp.float32))
+
+    return run
+
+
+def copy_smem_to_gmem(source: Any, target: Any, predicate: Any = None, *, copy: Any = plgpu.copy_smem_to_gmem) -> None:
+    """With a predicate, which the interpreter's own does not take."""
+    pl.when(True if predicate is None else predicate)(lambda: copy(source, target))
+
+
+def store_transposed(array: Any, out: Any, part: Any, row: Any, kept: tuple[int, int] | None = None) -> None:
+    """As `lib.stores` says."""
+    first, end = kept or (0, array.shape[0])
+    values = array[first:end, : out.shape[1]].T.astype(out.dtype)
+    out.at[part, :, pl.ds(row + first, end - first)][...] = values
+
+
+def numbers(words: Any, first: int, places: tuple[int, int]) -> Any:
+    """As `quantized_product.registers` says."""
+    run = words[:, first : first + registers.RUN]
+    return jnp.concatenate([(run >> 4 * place & 15).astype(BF16) + registers.EXACT for place in places], axis=1)
+
+
+def multiply_beside(
+    x: Any, weight: Any, out: Any, first: Any, rows: int, warpgroups: int, staged: Any, met: Any
+) -> None:
+    """As `lib.warp_product` says; the first consumer does it all."""
+    del warpgroups, staged
+    plgpu.barrier_arrive(met)
+    plgpu.barrier_wait(met)
+
+    @pl.when(lax.axis_index("warpgroup") == 0)
+    def _() -> None:
+        tokens, of_tile = x[...].astype(jnp.float32), weight[pl.ds(first, rows), :].astype(jnp.float32)
+        out.at[0, :, pl.ds(first, rows)][...] = (tokens @ of_tile.T)[: out.shape[1]].astype(out.dtype)
+
+
+def combine(acc: Any, highest: Any, total: Any, *, args: Any, head_rows: int, interpret: bool) -> Any:
+    """As `paged_attention.combine` says, for rows whose heads lie apart."""
+    del interpret
+    (B, T, N, H), rows = args.q.shape, args.group * head_rows
+    acc, highest, total = acc[:, :, :, :rows], highest[:, :, :, :rows], total[:, :, :, :rows]
+    peak = jnp.where(total > 0, highest, -jnp.inf).max(2, keepdims=True)
+    weights = jnp.where(total > 0, jnp.exp2(highest - jnp.where(jnp.isfinite(peak), peak, 0)), 0)
+    merged = jnp.where((total > 0)[..., None], acc * weights[..., None], 0).sum(2)
+    merged /= jnp.maximum((weights * total).sum(2), 1e-30)[..., None]
+    merged = merged.reshape(B, args.kv_heads, args.group, head_rows, H)[:, :, :, :T].transpose(0, 3, 1, 2, 4)
+    return (merged.reshape(B, T, N, H) * jnp.repeat(args.v_scale, args.group)[:, None]).astype(args.q.dtype)
+
+
+@contextlib.contextmanager
+def simulated(multiprocessors: int = 6) -> Iterator[None]:
+    """Kernels of Mosaic within are interpreted, on a Hopper of few multiprocessors."""
+    patches = [
+        (_compat, "sm_count", lambda: multiprocessors),
+        (_compat, "smem_load", lambda ref, layout, optimized=True: ref[...]),
+        (_compat, "smem_transpose", Transposed),
+        (plgpu, "wgmma", wgmma),
+        (plgpu, "layout_cast", lambda x, layout: x),
+        (plgpu, "broadcasted_iota", lambda dtype, shape, axis, layout: lax.broadcasted_iota(dtype, shape, axis)),
+        (plgpu, "copy_smem_to_gmem", copy_smem_to_gmem),
+        (plgpu.ACC, "init", staticmethod(Start)),
+        (pl, "run_state", run_state),
+        (jaxpr_interpret.JaxprInterpreter, "_interpret_wgmma_ref_p", interpret_wgmma),
+        # Nobody waits for the last time that a slot is given back, to which the interpreter objects.
+        (shared_memory.Barrier, "deallocate", lambda self: setattr(self, "ref_count", self.ref_count - 1)),
+        *((module, "store_transposed", store_transposed) for module in (*WEIGHT_FIRST, quantized)),
+        (registers, "numbers", numbers),
+        (warp_product, "multiply", multiply_beside),
+        (attention, "combine", combine),
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(params.force_gpu_interpret_mode(params.InterpretGPUParams()))
+        for owner, name, stand_in in patches:
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        yield
+
+
+def random(*shape: int, dtype: Any = BF16, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def wide(*arrays: Any) -> list[Any]:
+    return [np.asarray(array).astype(np.float64) for array in arrays]
+
+
+def weight_first() -> float:
+    """Four tiles of 40 rows, of which wgmma reads more."""
+    x, weight = random(12, 640), random(160, 640, seed=1)
+    with simulated():
+        out = jax.jit(functools.partial(product, implementation="weight_first"))(x, weight)
+    exact, of_rows = wide(x, weight)
+    return error(out, exact @ of_rows.T)
+
+
+def weight_first_swiglu() -> float:
+    """Tiles of 24 units of two parts of the weight."""
+    x, weight = random(12, 256), random(2, 2, 72, 256, seed=1)
+    with simulated():
+        out = jax.jit(functools.partial(swiglu, implementation="weight_first"))(x, weight)
+    exact, of_both = wide(x, weight)
+    gate, up = np.einsum("td,ehid->htei", exact, of_both)
+    return error(out, (gate / (1 + np.exp(-gate)) * up).reshape(12, -1)) / 2
+
+
+def in_few_bits(kind: str) -> float:
+    """Three tiles of 13 steps for 8 CTAs, which use slots again; a part of each is zero. Another weight is beside."""
+    (x, *weight), exact = operands(kind, 128, (12,), 384, 13 * 256)
+    other = random(16, 13 * 256)
+    with simulated(9):
+        run = jax.jit(functools.partial(quantized_product_beside, implementation="mosaic"))
+        outs = run(x, *weight, other)
+    return max(error(out, wide(x)[0] @ by.T) for out, by in zip(outs, (exact, *wide(other)), strict=True))
+
+
+def attend(dtype: Any) -> float:
+    """Two sequences, the second shorter than a block, over two splits of keys; a CTA has several items."""
+    q, (k, v) = random(2, 16, 8, 128), (random(9, 2, 64, 128, dtype=dtype, seed=seed) for seed in (1, 2))
+    table = jnp.asarray(np.random.default_rng(3).permutation(9)[:8].reshape(2, 4), jnp.int32)
+    call = (q, k, v, table, jnp.asarray([250, 9], jnp.int32), jnp.asarray([16, 9], jnp.int32))
+    with simulated():
+        out = jax.jit(functools.partial(paged_attention, implementation="mosaic"))(*call)
+    exact = paged_attention(*call, implementation="reference")
+    return max(error(out[b, :length], wide(exact[b, :length])[0]) for b, length in enumerate((16, 9)))
+
+
+CASES = {
+    "weight_first": weight_first,
+    "weight_first_swiglu": weight_first_swiglu,
+    **{f"few_bits_{kind}": functools.partial(in_few_bits, kind) for kind in ("int4", "zeros", "fp8")},
+    "attention_bf16": functools.partial(attend, BF16),
+    "attention_e4m3": functools.partial(attend, E4M3),
+}
+
+if __name__ == "__main__":
+    print(CASES[sys.argv[1]]())

@@ -1,0 +1,29 @@
+"""What Mosaic kernels wait for, copy and multiply, without a GPU (``tests.kernels.simulated``)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.kernels.conftest import ON_GPU
+
+CASES = [  # of `simulated.CASES`, whose module is not imported here, since it changes JAX's interpreter
+    "weight_first_swiglu",
+    "few_bits_zeros",
+    "attention_e4m3",
+    *(pytest.param(case, marks=pytest.mark.long) for case in ("weight_first", "few_bits_fp8", "attention_bf16")),
+]
+THREADS = "16"  # of XLA: warpgroups that wait for a barrier keep one each
+
+
+@pytest.mark.skipif(ON_GPU, reason="GPUs run these kernels themselves")
+@pytest.mark.parametrize("case", CASES)
+def test_a_kernel_computes_what_it_should(case):
+    command = [sys.executable, "-m", "tests.kernels.simulated", case]
+    environment = os.environ | {"NPROC": THREADS, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert float(run.stdout) < 5e-3
