@@ -12,9 +12,10 @@ from tests.kernels.conftest import ON_GPU
 
 CASES = [  # of `simulated.CASES`, whose module is not imported here, since it changes JAX's interpreter
     "weight_first_swiglu",
-    "few_bits_zeros",
-    "attention_e4m3",
-    *(pytest.param(case, marks=pytest.mark.long) for case in ("weight_first", "few_bits_fp8", "attention_bf16")),
+    *(
+        pytest.param(case, marks=pytest.mark.long)  # 10 to 30 s each
+        for case in ("weight_first", "few_bits_zeros", "few_bits_fp8", "attention_bf16", "attention_e4m3")
+    ),
 ]
 THREADS = "16"  # of XLA: warpgroups that wait for a barrier keep one each
 
