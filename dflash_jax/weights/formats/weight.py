@@ -73,11 +73,9 @@ def project_both(
     """`project` with kernels by a weight [*O, D], and by another of few rows [*P, D]; in one where that is faster."""
     wide, narrow = weight_of(weight), weight_of(other)
     if isinstance(wide, Accompanied) and isinstance(narrow, ArrayWeight):
-        outputs = wide.product_beside(flat_rows(x), narrow.values.reshape(-1, x.shape[-1]))
-        first, second = (
-            out.reshape(*x.shape[:2], *each.shape[:-1]) for out, each in zip(outputs, (wide, narrow), strict=True)
-        )
-        return first, second
+        first, second = wide.product_beside(flat_rows(x), narrow.values.reshape(-1, x.shape[-1]))
+        outer = x.shape[:2]
+        return first.reshape(*outer, *weight.shape[:-1]), second.reshape(*outer, *other.shape[:-1])
     return project(x, weight, kernels=True), project(x, other, kernels=True)
 
 
