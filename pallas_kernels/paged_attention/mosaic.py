@@ -13,6 +13,10 @@ a page a step, and prefetches the pages of the next item while it finishes one. 
   Q, in registers. At the end of an item they exchange halves of their sums, and each merges and writes half of the
   columns: of the result, or, if keys are split, of the sums, which ``combine`` merges.
 
+Heads of 256 leave room for the pages of one consumer. Up to 64 rows a kv head have that one. More rows have two, with
+64 rows each, and both read every page (27B's verify, 96 rows, bf16, batch 8, 32k: 288 us, where a CTA for each 64 rows
+took 368). One converter then makes float16 of keys and values, queries are float16, and keys are always split.
+
 If CTAs have several items, the sequences that see most come first, and CTAs take items in alternating order.
 
 Keys in fp8 are never converted: an 8-bit wgmma reads them from the page. The queries are scaled row by row to fill the
@@ -26,7 +30,9 @@ mask only at the ends of their rows' intervals. There, values that no row sees a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -67,10 +73,10 @@ def refusal(args: Arguments) -> str | None:
     H, dtype = args.q.shape[-1], args.k_pages.dtype
     if args.q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"The Mosaic paged attention takes bf16, f16 and f32 queries; these are {args.q.dtype}."
-    if is_int4(args.k_pages) and (H != 128 or _is_long(args)):
+    if is_int4(args.k_pages) and ((H != 128 and not _is_shared(args)) or _is_long(args)):
         return (
-            "The Mosaic paged attention over 4-bit pages takes up to 256 query rows a kv head, of 128 numbers; these "
-            f"are {args.group * head_rows(args.q.shape[1])} of {H}."
+            "The Mosaic paged attention over 4-bit pages takes up to 256 query rows a kv head, of 128 numbers, or 256 "
+            f"if they are more than {ROWS}; these are {args.group * head_rows(args.q.shape[1])} of {H}."
         )
     if dtype not in (jnp.bfloat16, jnp.float16) and not _compat.is_fp8(dtype) and not is_int4(args.k_pages):
         return f"The Mosaic paged attention reads bf16, f16, e4m3, e5m2 and 4-bit pages; these are {dtype}."
@@ -79,6 +85,12 @@ def refusal(args: Arguments) -> str | None:
     if args.page_size != 64:
         return f"The Mosaic paged attention needs pages of 64 tokens; these hold {args.page_size}."
     return mosaic_prefill.refusal(args) if _is_long(args) else None
+
+
+def _is_shared(args: Arguments) -> bool:
+    """Whether two consumers have a block of rows each, and share pages: there is no room for a page each."""
+    T, H = args.q.shape[1], args.q.shape[-1]
+    return H == 256 and T > 1 and args.group * head_rows(T) > ROWS
 
 
 def _is_long(args: Arguments) -> bool:
@@ -108,11 +120,14 @@ def slower(args: Arguments) -> str | None:
 def _is_at_least_as_fast(args: Arguments) -> bool:
     """Whether the Mosaic kernel measured at least as fast as the Triton kernel for a block."""
     T, H, rows = args.q.shape[1], args.q.shape[-1], args.q.shape[1] * args.group
-    capacity = args.page_table.shape[1] * args.page_size
+    capacity, programs = args.page_table.shape[1] * args.page_size, args.q.shape[0] * args.kv_heads
+    if _is_shared(args):  # keys are always split, which costs much where few are left for each, or few for a merge
+        most = math.inf if is_int4(args.k_pages) else 0.5
+        return capacity >= 4096 or 0.2 < programs / _compat.sm_count() <= most
     # On a full card keys need no split, so nothing has to be merged. With fp8 pages half a card is enough, except for
     # few rows; of those only calls of one token were measured.
     is_narrow = _compat.is_fp8(args.k_pages.dtype) or is_int4(args.k_pages)
-    full = args.q.shape[0] * args.kv_heads > (0.45 if is_narrow and rows > 16 else 0.9) * _compat.sm_count()
+    full = programs > (0.45 if is_narrow and rows > 16 else 0.9) * _compat.sm_count()
     fills = full and (rows > 16 or (T == 1 and capacity >= 1024))
     if is_narrow:
         return H == 128 and rows <= ROWS and (fills or capacity >= 4096)
@@ -124,31 +139,32 @@ def _is_at_least_as_fast(args: Arguments) -> bool:
 def default_config(args: Arguments) -> Config:
     """The configuration that was fastest on an H200 for this shape (BENCH.md)."""
     B, T, _, H = args.q.shape
-    consumers = 1 if H > 128 else 2
-    converters = ("k", "v") if is_int4(args.k_pages) else ("v",) if _compat.is_fp8(args.k_pages.dtype) else ()
+    is_shared, is_packed, is_fp8 = _is_shared(args), is_int4(args.k_pages), _compat.is_fp8(args.k_pages.dtype)
+    consumers = 1 if H > 128 and not is_shared else 2
+    both = ("kv",) if is_shared else ("k", "v")
+    converters = both if is_packed or (is_fp8 and is_shared) else ("v",) if is_fp8 else ()
     wide = (1 if H > 128 else 2) if converters else 0
-    programs = B * args.kv_heads * pl.cdiv(args.group * head_rows(T), ROWS)
+    config = Config(1, consumers, 1, wide, converters, is_packed, is_shared)
+    programs = B * args.kv_heads * pl.cdiv(args.group * head_rows(T), ROWS * config.blocks)
     splits = best_splits(programs, args.page_table.shape[1], _compat.sm_count())
-    stages = 1
-    while (
-        stages < 8 and _shared_memory(args, Config(splits, consumers, stages + 1, wide, converters)) <= _SHARED_MEMORY
-    ):
-        stages += 1
-    return Config(splits, consumers, stages, wide, converters)
+    # Shared pages leave no room for results, which are merged from sums then.
+    config = dataclasses.replace(config, splits=max(splits, 2) if is_shared else splits)
+    longer = (dataclasses.replace(config, stages=stages) for stages in range(8, 1, -1))
+    return next((more for more in longer if _shared_memory(args, more) <= _SHARED_MEMORY), config)
 
 
 def _shared_memory(args: Arguments, config: Config) -> int:
     """Bytes of shared memory of a CTA, without barriers."""
     H, S = args.q.shape[-1], args.page_size
     page = S * (int4_kv.head_bytes(H) if config.is_packed else H * args.k_pages.dtype.itemsize)
-    ring = config.consumers * (config.stages * 2 * page + config.wide * (1 + config.is_packed) * S * H * 2)
-    merging = ROWS * H * 4 if config.consumers > 1 else 0
+    ring = config.turns * (config.stages * 2 * page + config.wide * (1 + config.converts_keys) * S * H * 2)
+    merging = ROWS * H * 4 if config.merges else 0
     if config.splits_queries:
         queries = ROWS * H * (terms(args.k_pages.dtype) * args.k_pages.dtype.itemsize + args.q.dtype.itemsize)
     else:
-        queries = ROWS * H * 2
+        queries = config.blocks * ROWS * H * 2
     result = ROWS * H * args.q.dtype.itemsize if config.splits == 1 else 0
-    return ring + queries + merging + result + 12 * ROWS * 4
+    return ring + queries + merging + result + (14 if config.is_shared else 12) * ROWS * 4
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -161,20 +177,22 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     config = config or default_config(args)
     B, T, N, H = args.q.shape
     K, rows = args.kv_heads, args.group * head_rows(T)
-    blocks = pl.cdiv(rows, ROWS)
-    items = B * K * blocks * config.splits
+    groups = pl.cdiv(rows, ROWS * config.blocks)  # items along the rows of a kv head
+    blocks = groups * config.blocks
+    items = B * K * groups * config.splits
     ctas = min(items, _compat.sm_count())
-    row_bounds, block_bounds = bounds(args, blocks)
+    row_bounds, block_bounds = bounds(args, blocks, config.blocks)
     order = longest_first(block_bounds) if items > ctas else jnp.arange(B, dtype=jnp.int32)
     inputs = _compat.vary_alike(
-        ordered(block_bounds, order), row_bounds, args.page_table, args.scores_scale, args.v_scale, padded(args),
+        ordered(block_bounds, order), row_bounds, args.page_table, args.scores_scale, args.v_scale,
+        padded(args, are_split=config.splits_queries),
         *jax.tree.leaves((args.k_pages, args.v_pages)),
     )  # fmt: skip
-    out_rows = rows if blocks == 1 and config.consumers > 1 else ROWS
+    out_rows = rows if blocks == 1 and config.merges else ROWS
     sums = (B, K, config.splits, blocks, ROWS)
     shapes = [(*sums[:-1], out_rows, H), sums, sums] if config.splits > 1 else [(B, copied_tokens(args), N * H)]
     dtype = jnp.float32 if config.splits > 1 else args.q.dtype
-    shape = Shape(config, args.page_size, K, H, blocks, args.group, copied_tokens(args), items, ctas)
+    shape = Shape(config, args.page_size, K, H, groups, args.group, copied_tokens(args), items, ctas)
 
     def paged_attention_kernel(*refs: Any, **scratch: Any) -> None:  # profilers show its name
         attend(*refs, shape=shape, **scratch)
@@ -199,24 +217,30 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
 def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
     """Shared memory and barriers of a CTA, by name."""
     H, S, consumers = args.q.shape[-1], args.page_size, config.consumers
-    dtype: Any = args.compute_dtype if config.is_packed else args.k_pages.dtype
-    slots, wide, tokens = consumers * config.stages, consumers * config.wide, copied_tokens(args)
+    pages: Any = args.k_pages.dtype
+    dtype: Any = args.compute_dtype if config.converts_keys else pages
+    slots, wide, tokens = config.turns * config.stages, config.turns * config.wide, copied_tokens(args)
     of_rows: Any = plgpu.SMEM if tokens < TILE else tiled  # TMA cannot copy fewer rows than a tile has into tiles
+    ring = ((slots, S, H // 2), jnp.uint8) if config.is_packed else ((slots, S, H), pages)
     scratch = {
-        "q_s": tiled((terms(dtype) * ROWS, H), dtype) if config.splits_queries else of_rows((ROWS, H), dtype),
-        "bounds_s": plgpu.SMEM((3, ROWS), jnp.int32),
-        "k_s": tiled((slots, S, H // 2), jnp.uint8) if config.is_packed else tiled((slots, S, H), dtype),
-        "v_s": tiled((slots, S, H // 2), jnp.uint8) if config.is_packed else tiled((slots, S, H), dtype),
-        "sums_s": plgpu.SMEM((2 * consumers, 2, ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(num_arrivals=len(pieces(tokens)) + 1),
+        "q_s": tiled((terms(dtype) * ROWS, H), dtype)
+        if config.splits_queries
+        else of_rows((config.blocks * ROWS, H), dtype),
+        "bounds_s": plgpu.SMEM((config.blocks, 3, ROWS), jnp.int32),
+        **{f"{x}_s": tiled(*ring) for x in "kv"},
+        "sums_s": plgpu.SMEM(((1 + config.merges) * consumers, 2, ROWS), jnp.float32),
+        "q_full": plgpu.Barrier(num_arrivals=config.blocks * len(pieces(tokens)) + 1),
         "q_empty": plgpu.Barrier(num_arrivals=consumers + config.splits_queries),
-        **{name: plgpu.Barrier(num_barriers=slots) for name in ("k_empty", "v_empty")},
+        **{
+            name: plgpu.Barrier(num_barriers=slots, num_arrivals=1 if config.wide else config.blocks)
+            for name in ("k_empty", "v_empty")
+        },
         **{
             name: plgpu.Barrier(num_barriers=slots, num_arrivals=3 if config.is_packed else 1)
             for name in ("k_full", "v_full")
         },
     }
-    if consumers > 1:
+    if config.merges:
         scratch["acc_s"] = tiled((consumers, ROWS, H // consumers), jnp.float32)
         scratch |= {name: plgpu.Barrier(num_arrivals=consumers) for name in ("halves_sent", "free")}
     if config.splits == 1:
@@ -228,5 +252,6 @@ def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
         scratch |= {f"{x}_affine": plgpu.SMEM((slots, 2, S), int4_kv.SCALE_DTYPE) for x in "kv"}
     for name in (f"wide_{x}" for parts in config.converters for x in parts):
         scratch[f"{name}_s"] = tiled((wide, S, H), args.compute_dtype)
-        scratch |= {f"{name}_{state}": plgpu.Barrier(num_barriers=wide) for state in ("full", "empty")}
+        scratch[f"{name}_full"] = plgpu.Barrier(num_barriers=wide)
+        scratch[f"{name}_empty"] = plgpu.Barrier(num_barriers=wide, num_arrivals=config.blocks)
     return scratch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,9 +16,10 @@ from pallas_kernels import _compat
 from pallas_kernels.paged_attention.mosaic_int4 import widened
 from pallas_kernels.paged_attention.mosaic_layouts import LOWEST, across, copy_layout
 from pallas_kernels.paged_attention.mosaic_work import Config, Shape, Work, for_items
-from pallas_kernels.paged_attention.rows import ROWS
+from pallas_kernels.paged_attention.rows import ROWS, Place
 
-_Sums = tuple[jax.Array, jax.Array, jax.Array]  # weighted values, running maximum, sum of the weights
+_Parts = list[jax.Array]  # columns of weighted values
+_Sums = tuple[_Parts, jax.Array, jax.Array]  # weighted values, running maximum, sum of the weights
 
 
 def attend(
@@ -37,7 +39,7 @@ def attend(
     @pl.when(me < config.consumers)
     def _():
         plgpu.set_max_registers(consumer, action="increase")
-        if config.consumers > 1:
+        if config.merges:
             plgpu.barrier_arrive(s["free"])
 
         def step(n: Any, work: Work) -> None:
@@ -76,8 +78,8 @@ def _attend_item(work: Work, me: Any, scales: tuple[Any, Any], outputs: Any, s: 
     plgpu.barrier_wait(s["q_full"])
     if config.splits_queries:
         plgpu.barrier_wait(s["q_ready"])
-    column = plgpu.Layout.WGMMA.reduce(1)
-    low, high, exists = (_compat.smem_load(s["bounds_s"].at[i], column) for i in range(3))
+    column, mine = plgpu.Layout.WGMMA.reduce(1), lax.rem(me, config.blocks)
+    low, high, exists = (_compat.smem_load(s["bounds_s"].at[mine, i], column) for i in range(3))
     sums = _merge(_consume(work, me, (low, high), scores_scale, s), me, config, s)
     if config.splits == 1:
         _write_result(sums, exists, v_scale, work, me, outputs[0], s)
@@ -86,7 +88,7 @@ def _attend_item(work: Work, me: Any, scales: tuple[Any, Any], outputs: Any, s: 
     is_late = (work.turns(me) == 0) | (not _held(config, work.shape.head_size))
     pl.when(is_late)(lambda: plgpu.barrier_arrive(s["q_empty"]))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    if config.consumers > 1:
+    if config.merges:
         plgpu.barrier_arrive(s["free"])
 
 
@@ -94,21 +96,29 @@ def _fetch_item(
     n: Any, work: Work, row_bounds: Any, page_table: Any, arrays: tuple[Any, Any, Any], s: dict[str, Any]
 ) -> None:
     """The producer's part of item ``n`` of a CTA: queries, bounds and pages; ``arrays`` are q and those of pools."""
-    (q, k_pages, v_pages), b, block, H = arrays, work.place.b, work.place.block, work.shape.head_size
+    (q, k_pages, v_pages), b, H, config = arrays, work.place.b, work.shape.head_size, work.shape.config
     likely = page_table[b, 0]  # loaded before the number of the first page is known, since the latency is long
 
     @pl.when(n > 0)
     def _():
         plgpu.barrier_wait(s["q_empty"])
 
-    for rows, tokens, n_head, _ in work.place.pieces():
-        source = q.at[b, tokens, pl.ds(n_head * H, H)]
-        target = s["rows_s" if work.shape.config.splits_queries else "q_s"]
-        plgpu.copy_gmem_to_smem(source, target.at[rows], s["q_full"])
-    plgpu.copy_gmem_to_smem(row_bounds.at[b, block], s["bounds_s"], s["q_full"])
+    for consumer in range(config.blocks):
+        for rows, tokens, n_head, _ in _place_of(work, consumer).pieces():
+            source = q.at[b, tokens, pl.ds(n_head * H, H)]
+            target = s["rows_s" if config.splits_queries else "q_s"]
+            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(consumer * ROWS + rows.start, rows.size)], s["q_full"])
+    blocks = pl.ds(work.place.block * config.blocks, config.blocks)
+    plgpu.copy_gmem_to_smem(row_bounds.at[b, blocks], s["bounds_s"], s["q_full"])
     is_other = (work.first > 0) & (work.count > 0)
     page = lax.cond(is_other, lambda: page_table[b, work.first], lambda: likely)
     _produce(work, page, page_table.at[b], k_pages, v_pages, s)
+
+
+def _place_of(work: Work, me: Any) -> Place:
+    """The rows of a consumer."""
+    blocks = work.shape.config.blocks
+    return dataclasses.replace(work.place, block=work.place.block * blocks + me) if blocks > 1 else work.place
 
 
 def _registers(config: Config) -> tuple[int, int, int]:
@@ -117,7 +127,7 @@ def _registers(config: Config) -> tuple[int, int, int]:
         (1, 0): (232, 0, 40),
         (2, 0): (232, 0, 40),
         (1, 1): (232, 128, 40),
-        (2, 1): (200, 80, 24),
+        (2, 1): (208, 72, 24) if config.is_shared else (200, 80, 24),
         (2, 2): (152, 72, 24),
     }[config.consumers, len(config.converters)]
 
@@ -165,8 +175,8 @@ def _produce(work: Work, page: Any, page_table: Any, k_pages: Any, v_pages: Any,
 
             numbers, *affine = (array.at[page, work.place.head] for array in pages)
             plgpu.copy_gmem_to_smem(numbers, s[f"{x}_s"].at[slot], s[f"{x}_full"].at[slot])
-            for i, of_tokens in enumerate(affine):
-                plgpu.copy_gmem_to_smem(of_tokens, s[f"{x}_affine"].at[slot, i], s[f"{x}_full"].at[slot])
+            for row, of_tokens in enumerate(affine):
+                plgpu.copy_gmem_to_smem(of_tokens, s[f"{x}_affine"].at[slot, row], s[f"{x}_full"].at[slot])
         return following
 
     lax.fori_loop(0, work.count, step, page)
@@ -178,24 +188,26 @@ def _convert(parts: str, work: Work, s: dict[str, Any]) -> None:
 
     def convert(x: str, i: Any) -> None:
         slot = work.slot(i, config.stages)[0]
-        target, turn = work.slot(i, config.wide)
+        wide, turn = work.slot(i, config.wide)
+        source, target = s[f"{x}_s"].at[slot], s[f"wide_{x}_s"].at[wide]
         plgpu.barrier_wait(s[f"{x}_full"].at[slot])
-        source = s[f"{x}_s"].at[slot]
-        if config.is_packed:
-            halves = list(widened(source, s[f"{x}_affine"].at[slot]))
-        else:
-            halves = [_compat.smem_load(source, copy_layout(source.shape[-1]))]
-        plgpu.barrier_arrive(s[f"{x}_empty"].at[slot])
 
         @pl.when(turn > 0)
         def _():
-            plgpu.barrier_wait(s[f"wide_{x}_empty"].at[target])
+            plgpu.barrier_wait(s[f"wide_{x}_empty"].at[wide])
 
-        for part, values in enumerate(halves):
-            columns = pl.ds(part * values.shape[1], values.shape[1])
-            _store_seen(values, s[f"wide_{x}_s"].at[target, :, columns], i, work)
+        for rows in _row_pieces(target):
+            if config.is_packed:
+                columns = widened(source.at[rows], s[f"{x}_affine"].at[slot, :, rows])
+            else:
+                columns = (_compat.smem_load(source.at[rows], copy_layout(source.shape[1])),)
+            for part, values in enumerate(columns):
+                target.at[rows, pl.ds(part * values.shape[1], values.shape[1])][...] = values.astype(target.dtype)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(s[f"wide_{x}_full"].at[target])
+        if x == "v":
+            _hide_unseen(target, i, work)
+        plgpu.barrier_arrive(s[f"wide_{x}_full"].at[wide])
+        plgpu.barrier_arrive(s[f"{x}_empty"].at[slot])  # not earlier: an arrival does not wait for loads to finish
 
     def step(i: Any, nothing: None) -> None:
         for x in parts:
@@ -204,25 +216,26 @@ def _convert(parts: str, work: Work, s: dict[str, Any]) -> None:
     lax.fori_loop(0, work.count, step, None)
 
 
-def _store_seen(values: jax.Array, target: Any, i: Any, work: Work) -> None:
-    """Store the values of page i, with zeros where no row sees them: they may be NaN, and 0 * NaN is NaN.
+def _row_pieces(page: Any) -> list[Any]:
+    """Rows of a page, so many at a time that a thread has 64 numbers of them."""
+    S, H = page.shape
+    rows = min(S, 64 * 128 // H)
+    return [pl.ds(first, rows) for first in range(0, S, rows)]
 
-    The conversion is repeated in each branch, since LLVM takes vectors that two branches share to pieces, at two
-    instructions a number.
-    """
-    S, H = values.shape
-    seen = work.seen(i)
 
-    @pl.when(seen)
+def _hide_unseen(values: Any, i: Any, work: Work) -> None:
+    """Put zeros into the values of page i where no row sees them: they may be NaN, and 0 * NaN is NaN."""
+
+    @pl.when(jnp.logical_not(work.seen(i)))
     def _():
-        target[...] = values.astype(target.dtype)
-
-    @pl.when(jnp.logical_not(seen))
-    def _():
-        position = plgpu.broadcasted_iota(jnp.int32, (S, H), 0, layout=copy_layout(H)) + (work.first + i) * S
-        inside = (position >= work.edges[0]) & (position < work.edges[1])
-        wide = values.astype(target.dtype)
-        target[...] = jnp.where(inside, wide, jnp.zeros_like(wide))
+        S, H = values.shape
+        for rows in _row_pieces(values):
+            part, start = values.at[rows], (work.first + i) * S + rows.start
+            position = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=copy_layout(H)) + start
+            inside = (position >= work.edges[0]) & (position < work.edges[1])
+            stored = _compat.smem_load(part, copy_layout(H))
+            part[...] = jnp.where(inside, stored, jnp.zeros_like(stored))
+        plgpu.commit_smem()
 
 
 def _consume(work: Work, me: Any, bounds: tuple[jax.Array, jax.Array], scores_scale: Any, s: dict[str, Any]) -> _Sums:
@@ -236,14 +249,17 @@ def _consume(work: Work, me: Any, bounds: tuple[jax.Array, jax.Array], scores_sc
     factor = plgpu.layout_cast(factor, column)
     if config.splits_queries:
         factor = factor * _compat.smem_load(s["factor_s"], column)
-    queries = [s["q_s"].at[pl.ds(term * ROWS, ROWS)] for term in range(s["q_s"].shape[0] // ROWS)]
+    if config.is_shared:
+        queries = [s["q_s"].at[pl.ds(me * ROWS, ROWS)]]
+    else:
+        queries = [s["q_s"].at[pl.ds(term * ROWS, ROWS)] for term in range(s["q_s"].shape[0] // ROWS)]
     if held := _held(config, H):
         layout = plgpu.Layout.WGMMA_8BIT if config.splits_queries else plgpu.Layout.WGMMA
         tiles = config.splits_queries or work.shape.tokens > 1  # loads of untiled rows have bank conflicts
         queries = [_compat.smem_load(q, layout, optimized=tiles) for q in queries]
 
     def products(i: Any) -> jax.Array:
-        ring, slots = ("wide_k", config.wide) if config.is_packed else ("k", config.stages)
+        ring, slots = ("wide_k", config.wide) if config.converts_keys else ("k", config.stages)
         slot = work.slot(i, slots)[0]
         plgpu.barrier_wait(s[f"{ring}_full"].at[slot])
 
@@ -263,7 +279,7 @@ def _consume(work: Work, me: Any, bounds: tuple[jax.Array, jax.Array], scores_sc
 
     def step(j: Any, sums: _Sums) -> _Sums:
         acc, highest, total = sums
-        i = work.begin(me) + j * config.consumers
+        i = work.begin(me) + j * config.turns
         scores = products(i)
         if held:  # not earlier: arriving at a barrier does not wait for the loads of the queries to finish
             pl.when(j == 0)(lambda: plgpu.barrier_arrive(s["q_empty"]))
@@ -272,11 +288,12 @@ def _consume(work: Work, me: Any, bounds: tuple[jax.Array, jax.Array], scores_sc
         shrink = jnp.exp2(highest - new)
         weights = jnp.exp2(scores * across(factor, S) - across(new, S))
         total = total * shrink + weights.sum(axis=1)
-        acc = _weighted_values(acc * across(shrink, H), weights, i, work, s)
+        acc = _weighted_values([part * across(shrink, part.shape[1]) for part in acc], weights, i, work, s)
         return acc, new, total
 
+    width = H // _parts(config, H)
     start = (
-        plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), plgpu.Layout.WGMMA),
+        [plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA) for _ in range(0, H, width)],
         plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), column),
         plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), column),
     )
@@ -289,10 +306,15 @@ def _held(config: Config, H: int) -> bool:
     Queries of heads of 64 stay in shared memory: they are as large as the weights, and ptxas (12.9 and 13.0, not 13.5)
     lets the weights overwrite them before the products of the next page.
     """
-    return H == 128 or (config.wide > 0 and H > 128)
+    return not config.is_shared and (H == 128 or (config.wide > 0 and H > 128))
 
 
-def _weighted_values(acc: jax.Array, weights: jax.Array, i: Any, work: Work, s: dict[str, Any]) -> jax.Array:
+def _parts(config: Config, H: int) -> int:
+    """Products of weights and values: two of 128 columns where 4 warpgroups start with 128 registers a thread."""
+    return H // 128 if config.is_shared and config.wide else 1
+
+
+def _weighted_values(acc: _Parts, weights: jax.Array, i: Any, work: Work, s: dict[str, Any]) -> _Parts:
     """``acc`` plus the weights times the values of page i, from the converted ring or from the ring of pages."""
     config = work.shape.config
     name = "wide_v" if config.wide else "v"
@@ -301,22 +323,23 @@ def _weighted_values(acc: jax.Array, weights: jax.Array, i: Any, work: Work, s: 
     weights = weights.astype(values.dtype)
     plgpu.barrier_wait(s[f"{name}_full"].at[slot])
     if not config.wide:
+        _hide_unseen(values, i, work)
+    width = acc[0].shape[1]
 
-        @pl.when(jnp.logical_not(work.seen(i)))
-        def _():
-            _store_seen(_compat.smem_load(values, copy_layout(values.shape[1])), values, i, work)
-            plgpu.commit_smem()
+    def multiply(refs: list[Any]) -> None:
+        for part, ref in enumerate(refs):
+            plgpu.wgmma(ref, weights, values.at[:, pl.ds(part * width, width)] if len(refs) > 1 else values)
 
-    acc = pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(acc))
+    acc = pl.run_state(multiply)([plgpu.ACC.init(part) for part in acc])
     plgpu.barrier_arrive(s[f"{name}_empty"].at[slot])
     return acc
 
 
 def _merge(sums: _Sums, me: Any, config: Config, s: dict[str, Any]) -> _Sums:
     """Merge the two consumers' sums: each sends half of its columns to the other, and merges the other half."""
-    if config.consumers == 1:
+    if not config.merges:
         return sums
-    acc, highest, total = sums
+    [acc], highest, total = sums
     half, column = acc.shape[1] // 2, plgpu.Layout.WGMMA.reduce(1)
     left, right = acc[:, :half], acc[:, half:]
     first = lax.broadcast_in_dim(me == 0, left.shape, ())
@@ -331,14 +354,14 @@ def _merge(sums: _Sums, me: Any, config: Config, s: dict[str, Any]) -> _Sums:
     new = jnp.maximum(highest, other_highest)
     shrink, other_shrink = jnp.exp2(highest - new), jnp.exp2(other_highest - new)
     acc = jnp.where(first, left, right) * across(shrink, half) + other_acc * across(other_shrink, half)
-    return acc, new, total * shrink + other_total * other_shrink
+    return [acc], new, total * shrink + other_total * other_shrink
 
 
 def _write_result(
     sums: _Sums, exists: jax.Array, v_scale: Any, work: Work, me: Any, out: Any, s: dict[str, Any]
 ) -> None:
     """Normalise the weighted values of all keys and write them, with zeros for rows that are no token's."""
-    acc, _, total = sums
+    [acc], _, total = sums
     width, place = acc.shape[1], work.place
     factor = v_scale / jnp.where(total > 0, total, jnp.ones_like(total))
     values = jnp.where(across(exists, width) > 0, acc * across(factor, width), jnp.zeros_like(acc))
@@ -352,22 +375,24 @@ def _write_result(
 def _write_sums(sums: _Sums, work: Work, me: Any, outputs: Any, s: dict[str, Any]) -> None:
     """Write the sums of a split. A split without keys writes no values: its total of 0 says that there are none."""
     acc, highest, total = sums
-    shape, place, width = work.shape, work.place, acc.shape[1]
+    config, place, width = work.shape.config, _place_of(work, me), acc[0].shape[1]
     targets = [x.at[place.b, place.head, work.split, place.block] for x in outputs]
-    staged = s["sums_s"].at[shape.config.consumers + me]
+    staged = s["sums_s"].at[config.merges * config.consumers + me]
     staged.at[0][...] = highest
     staged.at[1][...] = total
-    if shape.config.consumers > 1:
-        s["acc_s"].at[me][...] = acc
+    if config.merges:
+        s["acc_s"].at[me][...] = acc[0]
     else:  # straight from registers, since no shared memory is left to stage it
 
         @pl.when(work.count > 0)
         def _():
-            targets[0][...] = acc
+            for part, values in enumerate(acc):
+                targets[0].at[:, pl.ds(part * width, width)][...] = values
 
     plgpu.commit_smem()
-    if shape.config.consumers > 1:
+    if config.merges:
         rows, columns = pl.ds(0, targets[0].shape[0]), pl.ds(me * width, width)
         plgpu.copy_smem_to_gmem(s["acc_s"].at[me, rows], targets[0].at[:, columns], predicate=work.count > 0)
     for i in range(2):
-        plgpu.copy_smem_to_gmem(staged.at[i], targets[1 + i], predicate=me == 0)
+        is_mine = True if config.is_shared else me == 0
+        plgpu.copy_smem_to_gmem(staged.at[i], targets[1 + i], predicate=is_mine)

@@ -21,9 +21,12 @@ class Config:
     Attributes:
         splits: of the keys.
         consumers: warpgroups of a CTA that attend.
-        stages: pages of the TMA ring of each consumer.
-        wide: slots of converted values of each consumer, for fp8 and 4-bit pages; 0 for others.
-        converters: what each warpgroup that converts has: "v", of fp8 pages; "k" and "v", or both, of 4-bit pages.
+        stages: pages of the TMA ring of each consumer; consumers that share pages share the ring, too.
+        wide: slots of converted values of each consumer, likewise, for fp8 and 4-bit pages; 0 for others.
+        converters: what each warpgroup that converts has: "v", "k", or both.
+        is_packed: whether pages have 4 bits.
+        is_shared: whether each consumer has a block of rows of its own, and all read each page; else they take pages in
+            turn, for one block.
     """
 
     splits: int
@@ -31,16 +34,33 @@ class Config:
     stages: int
     wide: int
     converters: tuple[str, ...] = ()
+    is_packed: bool = False
+    is_shared: bool = False
 
     @property
-    def is_packed(self) -> bool:
-        """Whether pages have 4 bits: keys are converted, too, and queries are not split."""
+    def converts_keys(self) -> bool:
+        """Whether keys are converted, too."""
         return "k" in "".join(self.converters)
 
     @property
     def splits_queries(self) -> bool:
         """Whether queries become a sum of terms in fp8, for products with keys as they are."""
-        return self.wide > 0 and not self.is_packed
+        return self.wide > 0 and not self.converts_keys
+
+    @property
+    def merges(self) -> bool:
+        """Whether consumers have sums of the same rows."""
+        return self.consumers > 1 and not self.is_shared
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of rows of an item, and consumers that read each page."""
+        return self.consumers if self.is_shared else 1
+
+    @property
+    def turns(self) -> int:
+        """Consumers that take pages in turn."""
+        return 1 if self.is_shared else self.consumers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +72,7 @@ class Shape:
         page_size: tokens a page.
         kv_heads: K.
         head_size: H.
-        blocks: of rows of a kv head.
+        blocks: items along the rows of a kv head.
         group: query heads of a kv head.
         tokens: rows of a query head in q and in the result.
         items: of the call.
@@ -115,20 +135,21 @@ class Work:
     def slot(self, i: Any, slots: int) -> tuple[Any, Any]:
         """The slot of page i in a ring of ``slots`` slots a consumer, and the number of its earlier uses.
 
-        Each consumer has slots of its own, since a warpgroup that waits for a barrier must wait for every use of it.
+        Consumers that take pages in turn have slots of their own, since a warpgroup that waits for a barrier must wait
+        for every use of it.
         """
-        consumers = self.shape.config.consumers
+        consumers = self.shape.config.turns
         turn = lax.div(self.before + i, consumers)
         return lax.rem(self.before + i, consumers) * slots + lax.rem(turn, slots), lax.div(turn, slots)
 
     def begin(self, me: Any) -> Any:
-        """The first page of consumer ``me``, which takes every ``consumers``-th page from there."""
-        consumers = self.shape.config.consumers
+        """The first page of consumer ``me``, which takes every ``turns``-th page from there."""
+        consumers = self.shape.config.turns
         return lax.rem(me + consumers - lax.rem(self.before, consumers), consumers)
 
     def turns(self, me: Any) -> Any:
         """The number of pages of consumer ``me``."""
-        consumers = self.shape.config.consumers
+        consumers = self.shape.config.turns
         return lax.div(self.count - self.begin(me) + consumers - 1, consumers)
 
     def plain(self, i: Any) -> Any:

@@ -79,28 +79,32 @@ def copied_tokens(args: Arguments) -> int:
     return 1 if alone else head_rows(T)
 
 
-def padded(args: Arguments) -> Float[Array, "B R NH"]:
+def padded(args: Arguments, *, are_split: bool) -> Float[Array, "B R NH"]:
     """Queries padded to ``copied_tokens`` rows, heads side by side.
 
-    They have the dtype of 16-bit pages. Over fp8 pages they keep theirs, and the kernel splits them into ``terms``.
-    Over 4-bit pages they are rotated as keys are, in float16.
+    They have the dtype of 16-bit pages. Over fp8 pages they keep theirs if the kernel splits them into ``terms``, and
+    are float16 else. Over 4-bit pages they are rotated as keys are, in float16.
     """
     B, T, N, H = args.q.shape
     if is_int4(args.k_pages):
         q = operand(rotated(args.q), args.compute_dtype)
+    elif _compat.is_fp8(args.k_pages.dtype) and not are_split:
+        q = operand(args.q, args.compute_dtype)
     else:
         q = args.q if _compat.is_fp8(args.k_pages.dtype) else args.q.astype(args.k_pages.dtype)
     return jnp.pad(q.reshape(B, T, N * H), ((0, 0), (0, copied_tokens(args) - T), (0, 0)))
 
 
-def bounds(args: Arguments, blocks: int) -> tuple[Int[Array, "B blocks 3 R"], Int[Array, "B blocks 4"]]:
-    """The positions that each row and each block of rows sees; a row always sees one interval.
+def bounds(
+    args: Arguments, blocks: int, together: int = 1
+) -> tuple[Int[Array, "B blocks 3 R"], Int[Array, "B items 4"]]:
+    """The positions that each row and each item of so many blocks sees; a row always sees one interval.
 
     Returns:
       For each row the first position that it sees, the position past the last, and 1 for a row of a token or 0 for
       padding. Padding, and tokens past ``q_length``, take the bounds of the last token, so that they need no mask of
       their own; their results are not used.
-      For each block the union of its rows' intervals, and their intersection, each as first and past the last.
+      For each item the union of its rows' intervals, and their intersection, each as first and past the last.
     """
     T = args.q.shape[1]
     row = jnp.arange(blocks * ROWS, dtype=jnp.int32).reshape(1, blocks, ROWS)
@@ -110,9 +114,13 @@ def bounds(args: Arguments, blocks: int) -> tuple[Int[Array, "B blocks 3 R"], In
     low, high = key_range(args, kv_length, q_length, valid_from, token, token)
     low, high = jnp.broadcast_arrays(low, jnp.maximum(high, low))
     start, empty = low.min(2), number[:, :, 0] >= q_length[:, :, 0]
-    union = (start, jnp.where(empty, start, high.max(2)))
+    first, end, last_start, first_end = (
+        x.reshape(*x.shape[:-1], -1, together)
+        for x in (start, jnp.where(empty, start, high.max(2)), low.max(2), high.min(2))
+    )
     real = (number < q_length).astype(jnp.int32)
-    return jnp.stack([low, high, real], axis=2), jnp.stack([*union, low.max(2), high.min(2)], axis=-1)
+    of_items = jnp.stack([first.min(-1), end.max(-1), last_start.max(-1), first_end.min(-1)], axis=-1)
+    return jnp.stack([low, high, real], axis=2), of_items
 
 
 def longest_first(block_bounds: Int[Array, "B blocks 4"]) -> Int[Array, " B"]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -27,8 +28,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat, paged_attention, product, quantized_product_beside, swiglu
-from pallas_kernels.lib import warp_product
+from pallas_kernels.lib import int4_kv, warp_product
 from pallas_kernels.paged_attention import mosaic as attention
+from pallas_kernels.paged_attention import mosaic_kernel
 from pallas_kernels.quantized_product import mosaic as quantized
 from pallas_kernels.quantized_product import registers
 from tests.kernels.cases import BF16, E4M3, error
@@ -84,14 +86,14 @@ class Start:
 
 
 def run_state(body: Any) -> Any:
-    """As Pallas' own, for sums alone."""
+    """As Pallas' own, for lists of sums alone."""
 
-    def run(start: Start) -> Any:
-        def added(ref: Any) -> Any:
-            body(ref)
-            return start.value + ref[...]
+    def run(starts: list[Start]) -> Any:
+        def added(*refs: Any) -> Any:
+            body(list(refs))
+            return [start.value + ref[...] for start, ref in zip(starts, refs, strict=True)]
 
-        return pl.run_scoped(added, plgpu.ACC(start.value.shape, jnp.float32))
+        return pl.run_scoped(added, *(plgpu.ACC(start.value.shape, jnp.float32) for start in starts))
 
     return run
 
@@ -128,6 +130,14 @@ def multiply_beside(
         out.at[0, :, pl.ds(first, rows)][...] = (tokens @ of_tile.T)[: out.shape[1]].astype(out.dtype)
 
 
+def widened(numbers: Any, affine: Any) -> tuple[Any, Any]:
+    """As `paged_attention.mosaic_int4` says."""
+    scale, middle = (affine.at[i][...].astype(jnp.float32)[:, None] for i in range(2))
+    both = numbers[...].astype(jnp.int32)
+    low, high = (((part - int4_kv.CENTRE) * scale + middle).astype(jnp.float16) for part in (both & 15, both >> 4))
+    return low, high
+
+
 def combine(acc: Any, highest: Any, total: Any, *, args: Any, head_rows: int, interpret: bool) -> Any:
     """As `paged_attention.combine` says, for rows whose heads lie apart."""
     del interpret
@@ -161,6 +171,7 @@ def simulated(multiprocessors: int = 6) -> Iterator[None]:
         (registers, "numbers", numbers),
         (warp_product, "multiply", multiply_beside),
         (attention, "combine", combine),
+        (mosaic_kernel, "widened", widened),
     ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(params.force_gpu_interpret_mode(params.InterpretGPUParams()))
@@ -206,9 +217,11 @@ def in_few_bits(kind: str) -> float:
     return max(error(out, wide(x)[0] @ by.T) for out, by in zip(outs, (exact, *wide(other)), strict=True))
 
 
-def attend(dtype: Any) -> float:
-    """Two sequences, the second shorter than a block, over two splits of keys; a CTA has several items."""
-    q, (k, v) = random(2, 16, 8, 128), (random(9, 2, 64, 128, dtype=dtype, seed=seed) for seed in (1, 2))
+def attend(dtype: Any, H: int) -> float:
+    """Two sequences, the second shorter than a block, over splits of keys; a CTA has several items."""
+    group = 4 if H == 128 else 6  # more rows than one block: its consumers share pages
+    q, (k, v) = random(2, 16, 2 * group, H), (random(9, 2, 64, H, seed=seed) for seed in (1, 2))
+    k, v = (int4_kv.quantised(pool) if dtype == int4_kv.DTYPE else pool.astype(dtype) for pool in (k, v))
     table = jnp.asarray(np.random.default_rng(3).permutation(9)[:8].reshape(2, 4), jnp.int32)
     call = (q, k, v, table, jnp.asarray([250, 9], jnp.int32), jnp.asarray([16, 9], jnp.int32))
     with simulated():
@@ -221,8 +234,10 @@ CASES = {
     "weight_first": weight_first,
     "weight_first_swiglu": weight_first_swiglu,
     **{f"few_bits_{kind}": functools.partial(in_few_bits, kind) for kind in ("int4", "zeros", "fp8")},
-    "attention_bf16": functools.partial(attend, BF16),
-    "attention_e4m3": functools.partial(attend, E4M3),
+    **{
+        f"attention_{jnp.dtype(dtype).name}_{H}": functools.partial(attend, dtype, H)
+        for dtype, H in itertools.product((BF16, E4M3, int4_kv.DTYPE), (128, 256))
+    },
 }
 
 if __name__ == "__main__":

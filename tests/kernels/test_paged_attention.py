@@ -102,6 +102,9 @@ def test_matches_brute_force(geometry, attend):
         Geometry(B=7, T=1, N=4, K=2, H=64, S=64, M=3, dtype=E5M2),
         Geometry(B=7, T=3, N=4, K=2, H=256, S=64, M=3),
         Geometry(B=7, T=16, N=4, K=2, H=256, S=64, M=3, dtype=E4M3),
+        Geometry(B=7, T=16, N=12, K=2, H=256, S=64, M=3),  # two consumers share pages
+        Geometry(B=7, T=16, N=12, K=2, H=256, S=64, M=3, dtype=E4M3, mask="block"),
+        Geometry(B=7, T=9, N=9, K=1, H=256, S=64, M=3, dtype=E5M2, window=70),
     ],
     ids=str,
 )
@@ -112,7 +115,8 @@ def test_mosaic_programs_go_on_to_other_sequences(geometry, splits, monkeypatch)
     idle = [0, 0, 0, 0, 65, 20, 0]  # of the keys of one sequence none is valid
     call = random_call(geometry, 6, lengths, [min(geometry.T, n) for n in lengths], idle, scales=True)
     args = checked(*call.arguments, scale=None, **call.options)
-    config = dataclasses.replace(mosaic.default_config(args), splits=splits)
+    config = mosaic.default_config(args)
+    config = dataclasses.replace(config, splits=splits + config.is_shared)  # shared pages have no room for results
     for _ in range(3):
         found = np.asarray(mosaic.paged_attention(args, config=config), np.float64)
         assert error(found, brute_force(call)) <= 1e-2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -14,7 +15,11 @@ CASES = [  # of `simulated.CASES`, whose module is not imported here, since it c
     "weight_first_swiglu",
     *(
         pytest.param(case, marks=pytest.mark.long)  # 10 to 30 s each
-        for case in ("weight_first", "few_bits_zeros", "few_bits_fp8", "attention_bf16", "attention_e4m3")
+        for case in ("weight_first", "few_bits_zeros", "few_bits_fp8")
+    ),
+    *(
+        pytest.param(f"attention_{dtype}_{H}", marks=pytest.mark.long)
+        for dtype, H in itertools.product(("bfloat16", "float8_e4m3fn", "int4"), (128, 256))
     ),
 ]
 THREADS = "16"  # of XLA: warpgroups that wait for a barrier keep one each
