@@ -21,7 +21,12 @@ from pallas_kernels.paged_attention.arguments import checked
 from pallas_kernels.paged_attention.reference import paged_attention as oracle
 
 # N, K, H of one attention layer
-MODELS = {"qwen3-8b": (32, 8, 128), "qwen3.5-full": (32, 2, 256), "qwen3.6-27b": (24, 4, 256)}
+MODELS = {
+    "qwen3-8b": (32, 8, 128),
+    "qwen3-32b": (64, 8, 128),
+    "qwen3.5-full": (32, 2, 256),
+    "qwen3.6-27b": (24, 4, 256),
+}
 DTYPES = {"bf16": jnp.bfloat16, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "int4": int4_kv.DTYPE}
 PAGE = 64
 TABLES = 4  # different page tables in one program

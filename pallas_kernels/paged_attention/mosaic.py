@@ -13,9 +13,10 @@ a page a step, and prefetches the pages of the next item while it finishes one. 
   Q, in registers. At the end of an item they exchange halves of their sums, and each merges and writes half of the
   columns: of the result, or, if keys are split, of the sums, which ``combine`` merges.
 
-Heads of 256 leave room for the pages of one consumer. Up to 64 rows a kv head have that one. More rows have two, with
-64 rows each, and both read every page (27B's verify, 96 rows, bf16, batch 8, 32k: 288 us, where a CTA for each 64 rows
-took 368). One converter then makes float16 of keys and values, queries are float16, and keys are always split.
+More than 64 rows a kv head share pages: two consumers have 64 rows each, and both read every page (27B's verify, 96
+rows of 256, bf16, batch 8, 32k: 288 us, where a CTA for each 64 rows took 368). One converter then makes float16 of
+keys and values, and queries are float16. Heads of 256 leave room for the pages of one consumer, or of two that share
+them, and none for results of the latter, whose keys are always split.
 
 If CTAs have several items, the sequences that see most come first, and CTAs take items in alternating order.
 
@@ -75,8 +76,8 @@ def refusal(args: Arguments) -> str | None:
         return f"The Mosaic paged attention takes bf16, f16 and f32 queries; these are {args.q.dtype}."
     if is_int4(args.k_pages) and ((H != 128 and not _is_shared(args)) or _is_long(args)):
         return (
-            "The Mosaic paged attention over 4-bit pages takes up to 256 query rows a kv head, of 128 numbers, or 256 "
-            f"if they are more than {ROWS}; these are {args.group * head_rows(args.q.shape[1])} of {H}."
+            "The Mosaic paged attention over 4-bit pages takes up to 256 query rows a kv head of 128 numbers, and 65 "
+            f"to 256 of 256; these are {args.group * head_rows(args.q.shape[1])} of {H}."
         )
     if dtype not in (jnp.bfloat16, jnp.float16) and not _compat.is_fp8(dtype) and not is_int4(args.k_pages):
         return f"The Mosaic paged attention reads bf16, f16, e4m3, e5m2 and 4-bit pages; these are {dtype}."
@@ -88,9 +89,26 @@ def refusal(args: Arguments) -> str | None:
 
 
 def _is_shared(args: Arguments) -> bool:
-    """Whether two consumers have a block of rows each, and share pages: there is no room for a page each."""
+    """Whether two consumers have a block of rows each, and share pages; else each block has a CTA of its own."""
     T, H = args.q.shape[1], args.q.shape[-1]
-    return H == 256 and T > 1 and args.group * head_rows(T) > ROWS
+    if H < 128 or T == 1 or not ROWS < args.group * head_rows(T) <= _MAX_ROW_BLOCKS * ROWS:
+        return False
+    # In 16 bits and heads of 256, which have room for one page more, blocks of few short sequences stay apart.
+    return H == 128 or _is_narrow(args) or _capacity(args) >= 4096 or _occupied(args) > 0.2
+
+
+def _is_narrow(args: Arguments) -> bool:
+    return _compat.is_fp8(args.k_pages.dtype) or is_int4(args.k_pages)
+
+
+def _capacity(args: Arguments) -> int:
+    """Tokens of the page table of a sequence."""
+    return args.page_table.shape[1] * args.page_size
+
+
+def _occupied(args: Arguments) -> float:
+    """The part of the multiprocessors for which there is a kv head of a sequence."""
+    return args.q.shape[0] * args.kv_heads / _compat.sm_count()
 
 
 def _is_long(args: Arguments) -> bool:
@@ -110,24 +128,23 @@ def slower(args: Arguments) -> str | None:
     if _is_at_least_as_fast(args):
         return None
     B, T, _, H = args.q.shape
-    heads, rows, tokens = B * args.kv_heads, T * args.group, args.page_table.shape[1] * args.page_size
     return (
-        f"The Triton kernel was measured faster for {heads} kv heads in all, with {rows} query rows of {H} each, over "
-        f"up to {tokens} tokens in {args.k_pages.dtype}."
+        f"The Triton kernel was measured faster for {B * args.kv_heads} kv heads in all, with {T * args.group} query "
+        f"rows of {H} each, over up to {_capacity(args)} tokens in {args.k_pages.dtype}."
     )
 
 
 def _is_at_least_as_fast(args: Arguments) -> bool:
     """Whether the Mosaic kernel measured at least as fast as the Triton kernel for a block."""
-    T, H, rows = args.q.shape[1], args.q.shape[-1], args.q.shape[1] * args.group
-    capacity, programs = args.page_table.shape[1] * args.page_size, args.q.shape[0] * args.kv_heads
-    if _is_shared(args):  # keys are always split, which costs much where few are left for each, or few for a merge
-        most = math.inf if is_int4(args.k_pages) else 0.5
-        return capacity >= 4096 or 0.2 < programs / _compat.sm_count() <= most
+    T, H = args.q.shape[1], args.q.shape[-1]
+    rows = T * args.group
+    capacity, is_narrow = _capacity(args), _is_narrow(args)
+    if _is_shared(args):  # with heads of 256 keys are always split, which costs much for many short sequences
+        most = 0.5 if H == 256 and not is_int4(args.k_pages) else math.inf
+        return capacity >= 4096 or 0.2 < _occupied(args) <= most
     # On a full card keys need no split, so nothing has to be merged. With fp8 pages half a card is enough, except for
     # few rows; of those only calls of one token were measured.
-    is_narrow = _compat.is_fp8(args.k_pages.dtype) or is_int4(args.k_pages)
-    full = programs > (0.45 if is_narrow and rows > 16 else 0.9) * _compat.sm_count()
+    full = _occupied(args) > (0.45 if is_narrow and rows > 16 else 0.9)
     fills = full and (rows > 16 or (T == 1 and capacity >= 1024))
     if is_narrow:
         return H == 128 and rows <= ROWS and (fills or capacity >= 4096)
@@ -147,8 +164,8 @@ def default_config(args: Arguments) -> Config:
     config = Config(1, consumers, 1, wide, converters, is_packed, is_shared)
     programs = B * args.kv_heads * pl.cdiv(args.group * head_rows(T), ROWS * config.blocks)
     splits = best_splits(programs, args.page_table.shape[1], _compat.sm_count())
-    # Shared pages leave no room for results, which are merged from sums then.
-    config = dataclasses.replace(config, splits=max(splits, 2) if is_shared else splits)
+    # Shared pages of heads of 256 leave no room for results, which are merged from sums then.
+    config = dataclasses.replace(config, splits=max(splits, 2) if is_shared and H > 128 else splits)
     longer = (dataclasses.replace(config, stages=stages) for stages in range(8, 1, -1))
     return next((more for more in longer if _shared_memory(args, more) <= _SHARED_MEMORY), config)
 
@@ -163,7 +180,7 @@ def _shared_memory(args: Arguments, config: Config) -> int:
         queries = ROWS * H * (terms(args.k_pages.dtype) * args.k_pages.dtype.itemsize + args.q.dtype.itemsize)
     else:
         queries = config.blocks * ROWS * H * 2
-    result = ROWS * H * args.q.dtype.itemsize if config.splits == 1 else 0
+    result = config.blocks * ROWS * H * args.q.dtype.itemsize if config.splits == 1 else 0
     return ring + queries + merging + result + (14 if config.is_shared else 12) * ROWS * 4
 
 
@@ -244,7 +261,7 @@ def _scratch(args: Arguments, config: Config) -> dict[str, Any]:
         scratch["acc_s"] = tiled((consumers, ROWS, H // consumers), jnp.float32)
         scratch |= {name: plgpu.Barrier(num_arrivals=consumers) for name in ("halves_sent", "free")}
     if config.splits == 1:
-        scratch["out_s"] = of_rows((consumers, ROWS, H // consumers), args.q.dtype)
+        scratch["out_s"] = of_rows((consumers, ROWS, H * config.blocks // consumers), args.q.dtype)
     if config.splits_queries:
         scratch |= {"q_ready": plgpu.Barrier(), "factor_s": plgpu.SMEM((ROWS,), jnp.float32)}
         scratch["rows_s"] = of_rows((ROWS, H), args.q.dtype)

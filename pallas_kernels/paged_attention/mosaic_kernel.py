@@ -197,6 +197,7 @@ def _convert(parts: str, work: Work, s: dict[str, Any]) -> None:
             plgpu.barrier_wait(s[f"wide_{x}_empty"].at[wide])
 
         for rows in _row_pieces(target):
+            columns: tuple[jax.Array, ...]
             if config.is_packed:
                 columns = widened(source.at[rows], s[f"{x}_affine"].at[slot, :, rows])
             else:
@@ -306,7 +307,7 @@ def _held(config: Config, H: int) -> bool:
     Queries of heads of 64 stay in shared memory: they are as large as the weights, and ptxas (12.9 and 13.0, not 13.5)
     lets the weights overwrite them before the products of the next page.
     """
-    return not config.is_shared and (H == 128 or (config.wide > 0 and H > 128))
+    return H == 128 or (config.wide > 0 and H > 128 and not config.is_shared)
 
 
 def _parts(config: Config, H: int) -> int:
@@ -362,13 +363,13 @@ def _write_result(
 ) -> None:
     """Normalise the weighted values of all keys and write them, with zeros for rows that are no token's."""
     [acc], _, total = sums
-    width, place = acc.shape[1], work.place
+    config, place, width = work.shape.config, _place_of(work, me), acc.shape[1]
     factor = v_scale / jnp.where(total > 0, total, jnp.ones_like(total))
     values = jnp.where(across(exists, width) > 0, acc * across(factor, width), jnp.zeros_like(acc))
     s["out_s"].at[me][...] = values.astype(s["out_s"].dtype)
     plgpu.commit_smem()
     for rows, tokens, n, is_head in place.pieces():
-        columns = pl.ds((n * work.shape.config.consumers + me) * width, width)
+        columns = pl.ds((n * 2 + me if config.merges else n) * width, width)
         plgpu.copy_smem_to_gmem(s["out_s"].at[me, rows], out.at[place.b, tokens, columns], predicate=is_head)
 
 
@@ -394,5 +395,5 @@ def _write_sums(sums: _Sums, work: Work, me: Any, outputs: Any, s: dict[str, Any
         rows, columns = pl.ds(0, targets[0].shape[0]), pl.ds(me * width, width)
         plgpu.copy_smem_to_gmem(s["acc_s"].at[me, rows], targets[0].at[:, columns], predicate=work.count > 0)
     for i in range(2):
-        is_mine = True if config.is_shared else me == 0
-        plgpu.copy_smem_to_gmem(staged.at[i], targets[1 + i], predicate=is_mine)
+        predicate = None if config.is_shared else me == 0
+        plgpu.copy_smem_to_gmem(staged.at[i], targets[1 + i], predicate=predicate)

@@ -217,9 +217,8 @@ def in_few_bits(kind: str) -> float:
     return max(error(out, wide(x)[0] @ by.T) for out, by in zip(outs, (exact, *wide(other)), strict=True))
 
 
-def attend(dtype: Any, H: int) -> float:
+def attend(dtype: Any, H: int, group: int) -> float:
     """Two sequences, the second shorter than a block, over splits of keys; a CTA has several items."""
-    group = 4 if H == 128 else 6  # more rows than one block: its consumers share pages
     q, (k, v) = random(2, 16, 2 * group, H), (random(9, 2, 64, H, seed=seed) for seed in (1, 2))
     k, v = (int4_kv.quantised(pool) if dtype == int4_kv.DTYPE else pool.astype(dtype) for pool in (k, v))
     table = jnp.asarray(np.random.default_rng(3).permutation(9)[:8].reshape(2, 4), jnp.int32)
@@ -235,8 +234,10 @@ CASES = {
     "weight_first_swiglu": weight_first_swiglu,
     **{f"few_bits_{kind}": functools.partial(in_few_bits, kind) for kind in ("int4", "zeros", "fp8")},
     **{
-        f"attention_{jnp.dtype(dtype).name}_{H}": functools.partial(attend, dtype, H)
-        for dtype, H in itertools.product((BF16, E4M3, int4_kv.DTYPE), (128, 256))
+        f"attention_{jnp.dtype(dtype).name}_{name}": functools.partial(attend, dtype, *shape)
+        for dtype, (name, shape) in itertools.product(
+            (BF16, E4M3, int4_kv.DTYPE), {"in_turn": (128, 4), "shared": (128, 6), "shared_256": (256, 6)}.items()
+        )
     },
 }
 

@@ -159,7 +159,7 @@ SPLIT = [TRITON, MOSAIC]  # Mosaic's kernel over parts of the keys, and Triton's
         ((9, 0), "verify", BF16, SPLIT),
         ((9, 0), "decode", BF16, [TRITON]),
         ((9, 0), "decode", E4M3, SPLIT),
-        ((9, 0), "verify-mqa-256", E4M3, [TRITON]),
+        ((9, 0), "verify-mqa-256", E4M3, SPLIT),
         ((9, 0), "prefill", E4M3, [MOSAIC]),
         ((9, 0), "prefill", BF16, [MOSAIC]),
         ((9, 0), "prefill-lone-head", BF16, [TRITON]),

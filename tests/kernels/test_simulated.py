@@ -18,8 +18,8 @@ CASES = [  # of `simulated.CASES`, whose module is not imported here, since it c
         for case in ("weight_first", "few_bits_zeros", "few_bits_fp8")
     ),
     *(
-        pytest.param(f"attention_{dtype}_{H}", marks=pytest.mark.long)
-        for dtype, H in itertools.product(("bfloat16", "float8_e4m3fn", "int4"), (128, 256))
+        pytest.param(f"attention_{dtype}_{name}", marks=pytest.mark.long)
+        for dtype, name in itertools.product(("bfloat16", "float8_e4m3fn", "int4"), ("in_turn", "shared", "shared_256"))
     ),
 ]
 THREADS = "16"  # of XLA: warpgroups that wait for a barrier keep one each
