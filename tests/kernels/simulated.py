@@ -86,14 +86,16 @@ class Start:
 
 
 def run_state(body: Any) -> Any:
-    """As Pallas' own, for lists of sums alone."""
+    """As Pallas' own, for sums alone."""
 
-    def run(starts: list[Start]) -> Any:
+    def run(starts: Any) -> Any:
+        leaves, tree = jax.tree.flatten(starts)
+
         def added(*refs: Any) -> Any:
-            body(list(refs))
-            return [start.value + ref[...] for start, ref in zip(starts, refs, strict=True)]
+            body(tree.unflatten(refs))
+            return tree.unflatten([start.value + ref[...] for start, ref in zip(leaves, refs, strict=True)])
 
-        return pl.run_scoped(added, *(plgpu.ACC(start.value.shape, jnp.float32) for start in starts))
+        return pl.run_scoped(added, *(plgpu.ACC(start.value.shape, jnp.float32) for start in leaves))
 
     return run
 
