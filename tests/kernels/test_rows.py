@@ -59,6 +59,18 @@ def test_bounds_are_what_the_mask_shows(geometry):
                 assert high <= low
 
 
+def test_blocks_that_share_pages_see_what_either_sees():
+    """Three blocks of rows: the fourth is padding, which sees as much as the last token."""
+    for geometry in (Geometry(B=4, T=40, N=6, K=2, mask="block", window=21), Geometry(B=4, T=16, N=9, K=1)):
+        _, args = arguments(geometry)
+        alone, rows = (np.asarray(x) for x in reversed(bounds(args, 4)))
+        together_rows, together = (np.asarray(x) for x in bounds(args, 4, 2))
+        np.testing.assert_array_equal(together_rows, rows)
+        first, end, last_start, first_end = np.moveaxis(alone.reshape(4, 2, 2, 4), 3, 0)
+        expected = [first.min(2), end.max(2), last_start.max(2), first_end.min(2)]
+        np.testing.assert_array_equal(together, np.stack(expected, axis=-1))
+
+
 @pytest.mark.parametrize("S", [16, 64])
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_only_pages_with_visible_keys_are_read(geometry, S):
@@ -99,9 +111,12 @@ def test_terms_of_a_query_hold_all_bits_of_bfloat16(dtype, count):
         (65, 64, E4M3, 128),
     ],
 )
-def test_rows_of_a_head_are_its_tokens_and_padding(tokens, H, dtype, rows):
+@pytest.mark.parametrize("are_split", [True, False])
+def test_rows_of_a_head_are_its_tokens_and_padding(tokens, H, dtype, rows, are_split):
     call, args = arguments(Geometry(B=4, T=tokens, N=6, K=2, H=H, M=4, dtype=dtype))
-    found = np.asarray(padded(args), np.float32)
+    found = padded(args, are_split=are_split)
+    assert found.dtype == (jnp.float16 if dtype == E4M3 and not are_split else BF16)
+    found = np.asarray(found, np.float32)
     assert found.shape == (4, rows, 6 * H)
     np.testing.assert_array_equal(found[:, :tokens].reshape(4, tokens, 6, H), np.float32(call.q))
     assert (found[:, tokens:] == 0).all()
@@ -123,10 +138,10 @@ def test_every_item_is_of_one_cta(items, ctas):
     assert sorted(itertools.chain(*mine)) == list(range(items))
 
 
-@pytest.mark.parametrize(("rows", "group"), [(1, 4), (8, 3), (8, 8), (16, 4), (16, 5), (64, 2), (128, 2)])
+@pytest.mark.parametrize(("rows", "group"), [(1, 4), (8, 3), (8, 8), (16, 4), (16, 5), (16, 9), (64, 2), (128, 2)])
 def test_pieces_are_every_row_of_every_head_once(rows, group):
     written, each = [], head_rows(rows)
-    for block in range(-(-each * group // ROWS)):
+    for block in range(2 * -(-each * group // (2 * ROWS))):  # the last may be padding beside one that shares its pages
         place = Place(0, 1, jnp.int32(block), group, rows)
         for where, tokens, head, exists in place.pieces():
             assert int(head) < 2 * group  # of kv head 1: read, if not written
