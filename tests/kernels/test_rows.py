@@ -60,15 +60,15 @@ def test_bounds_are_what_the_mask_shows(geometry):
 
 
 def test_blocks_that_share_pages_see_what_either_sees():
-    """Three blocks of rows: the fourth is padding, which sees as much as the last token."""
-    for geometry in (Geometry(B=4, T=40, N=6, K=2, mask="block", window=21), Geometry(B=4, T=16, N=9, K=1)):
-        _, args = arguments(geometry)
-        alone, rows = (np.asarray(x) for x in reversed(bounds(args, 4)))
-        together_rows, together = (np.asarray(x) for x in bounds(args, 4, 2))
-        np.testing.assert_array_equal(together_rows, rows)
-        first, end, last_start, first_end = np.moveaxis(alone.reshape(4, 2, 2, 4), 3, 0)
-        expected = [first.min(2), end.max(2), last_start.max(2), first_end.min(2)]
-        np.testing.assert_array_equal(together, np.stack(expected, axis=-1))
+    """A head's 72 tokens are two blocks of rows, whose windows differ."""
+    call = random_call(Geometry(B=4, T=72, N=2, K=1, M=9, window=21), 0, [144, 100, 20, 0], [72, 70, 3, 0])
+    args = checked(*call.arguments, scale=None, **call.options)
+    (rows, alone), (rows_together, together) = (map(np.asarray, bounds(args, 4, n)) for n in (1, 2))
+    np.testing.assert_array_equal(rows_together, rows)
+    first, end, last_start, first_end = np.moveaxis(alone.reshape(4, 2, 2, 4), 3, 0)
+    assert (last_start[0, :, 0] < last_start[0, :, 1]).all()
+    expected = [first.min(2), end.max(2), last_start.max(2), first_end.min(2)]
+    np.testing.assert_array_equal(together, np.stack(expected, axis=-1))
 
 
 @pytest.mark.parametrize("S", [16, 64])
