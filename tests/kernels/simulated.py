@@ -1,17 +1,18 @@
 """Mosaic kernels on CPUs, in JAX's interpreter of GPU kernels: a warpgroup is a thread, barriers and TMA are simulated.
 
-``python -m tests.kernels.simulated CASE`` runs one case and compares it with plain arithmetic. What the interpreter
-lacks, or what is written in MLIR (`inline_mgpu`), is put in as plain arithmetic: register layouts, transposed operands
-of wgmma, widened numbers, stores. So this tests what a kernel waits for, copies and multiplies, and no layout.
+``NPROC=16 python -m tests.kernels.simulated CASE`` runs one case and compares it with plain arithmetic (warpgroups that
+wait keep one of so many threads of XLA each). What the interpreter lacks, or what is written in MLIR (`inline_mgpu`),
+is put in as plain arithmetic: register layouts, transposed operands of wgmma, widened numbers, stores. So this tests
+what a kernel waits for, copies and multiplies, and no layout.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import importlib
 import itertools
-import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -244,4 +245,8 @@ CASES = {
 }
 
 if __name__ == "__main__":
-    print(CASES[sys.argv[1]]())
+    parser = argparse.ArgumentParser(
+        description="Run a Mosaic kernel on CPUs; prints its error, beside plain arithmetic."
+    )
+    parser.add_argument("case", choices=CASES)
+    print(CASES[parser.parse_args().case]())
