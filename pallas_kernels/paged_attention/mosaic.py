@@ -2,9 +2,10 @@
 
 The public functions also serve longer chunks of prompts, which they hand to ``mosaic_prefill``.
 
-An item is up to 64 query rows of one kv head (the tokens of its first query head, then those of the next) and one split
-of the pages that its sequence sees. There are no more CTAs than multiprocessors. A CTA attends one item after another,
-a page a step, and prefetches the pages of the next item while it finishes one. Its warpgroups:
+An item is a block of up to 64 query rows of one kv head (the tokens of its first query head, then those of the next),
+or two such blocks that share pages, and one split of the pages that its sequence sees. There are no more CTAs than
+multiprocessors. A CTA attends one item after another, a page a step, and prefetches the pages of the next item while it
+finishes one. Its warpgroups:
 
 * one producer follows the page table and starts TMA copies of pages into a ring in shared memory;
 * over fp8 pages, a converter splits the queries and converts values to float16, exactly, into a second, small ring;
@@ -194,9 +195,9 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     config = config or default_config(args)
     B, T, N, H = args.q.shape
     K, rows = args.kv_heads, args.group * head_rows(T)
-    groups = pl.cdiv(rows, ROWS * config.blocks)  # items along the rows of a kv head
-    blocks = groups * config.blocks
-    items = B * K * groups * config.splits
+    row_items = pl.cdiv(rows, ROWS * config.blocks)
+    blocks = row_items * config.blocks
+    items = B * K * row_items * config.splits
     ctas = min(items, _compat.sm_count())
     row_bounds, block_bounds = bounds(args, blocks, config.blocks)
     order = longest_first(block_bounds) if items > ctas else jnp.arange(B, dtype=jnp.int32)
@@ -209,7 +210,7 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     sums = (B, K, config.splits, blocks, ROWS)
     shapes = [(*sums[:-1], out_rows, H), sums, sums] if config.splits > 1 else [(B, copied_tokens(args), N * H)]
     dtype = jnp.float32 if config.splits > 1 else args.q.dtype
-    shape = Shape(config, args.page_size, K, H, groups, args.group, copied_tokens(args), items, ctas)
+    shape = Shape(config, args.page_size, K, H, row_items, args.group, copied_tokens(args), items, ctas)
 
     def paged_attention_kernel(*refs: Any, **scratch: Any) -> None:  # profilers show its name
         attend(*refs, shape=shape, **scratch)

@@ -116,7 +116,7 @@ def _fetch_item(
 
 
 def _place_of(work: Work, me: Any) -> Place:
-    """The rows of a consumer."""
+    """The rows of a consumer, by the number of its own block."""
     blocks = work.shape.config.blocks
     return dataclasses.replace(work.place, block=work.place.block * blocks + me) if blocks > 1 else work.place
 

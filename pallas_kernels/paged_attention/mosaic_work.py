@@ -65,14 +65,14 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The properties that all items of a call share. An item is one split of the keys that a block of rows sees.
+    """The properties that all items of a call share. An item is one split of the keys that its blocks of rows see.
 
     Attributes:
         config: of the call.
         page_size: tokens a page.
         kv_heads: K.
         head_size: H.
-        blocks: items along the rows of a kv head.
+        row_items: items along the rows of a kv head.
         group: query heads of a kv head.
         tokens: rows of a query head in q and in the result.
         items: of the call.
@@ -83,20 +83,20 @@ class Shape:
     page_size: int
     kv_heads: int
     head_size: int
-    blocks: int
+    row_items: int
     group: int
     tokens: int
     items: int
     ctas: int
 
     def locate(self, item: Any) -> tuple[Any, Any, Any, Any]:
-        """Rank of the sequence, block, split and kv head of an item.
+        """Rank of the sequence, of the item along the rows, of the split and of the kv head.
 
         The head varies fastest, since the heads of a page are neighbours in memory.
         """
         head, rest = lax.rem(item, self.kv_heads), lax.div(item, self.kv_heads)
         split, rest = lax.rem(rest, self.config.splits), lax.div(rest, self.config.splits)
-        return lax.div(rest, self.blocks), lax.rem(rest, self.blocks), split, head
+        return lax.div(rest, self.row_items), lax.rem(rest, self.row_items), split, head
 
     def count(self, cta: Any) -> Any:
         """The number of items of a CTA; items left over go to the CTAs that are first in the next round."""
@@ -112,10 +112,10 @@ class Shape:
 class Work:
     """An item of a CTA; numbers are traced scalars.
 
-    Pages go to the consumers in turn, across items too, and to the slots of a consumer in turn.
+    Pages go to the consumers in turn, across items too, or to all of them, and to the slots of a ring in turn.
 
     Attributes:
-        place: its rows.
+        place: its rows; its ``block`` counts items, of which each may have several blocks.
         split: of the keys.
         first: entry of the page table with its first page.
         count: of its pages.
