@@ -31,13 +31,14 @@ from dflash_jax.spec import (
 from dflash_jax.state.recurrent import shapes_of
 from dflash_jax.weights.drafter import read_draft_config
 from dflash_jax.weights.folder import resolve_folders
+from dflash_jax.weights.formats.screened import is_worth_it, shapes_of_screen
 from dflash_jax.weights.tables import sizes
 from pallas_kernels.add_norm import ADD_NORM
 from pallas_kernels.experts import FewBits
 from pallas_kernels.experts import operation_of as experts_operation_of
 from pallas_kernels.gated_delta import FOLD, PREFILL, VERIFY, Kept, Weights
 from pallas_kernels.gated_norm import GATED_NORM
-from pallas_kernels.largest_product import LARGEST_PRODUCT
+from pallas_kernels.largest_product import APPROXIMATE_LARGEST, LARGEST_PRODUCT, SCREENED_LARGEST, WHOLE
 from pallas_kernels.lib import int4_kv
 from pallas_kernels.lib.measured import MAX_STREAM_TOKENS
 from pallas_kernels.lib.timing import table
@@ -73,6 +74,7 @@ class Step:
         is_quantized: whether the weights, those of a drafter, are in fp8.
         bits: of a target's matrices, as its checkpoint says, or of an int4 drafter's: 4, 8, or None for 16.
         head_rows: rows of the vocabulary that the head has.
+        has_copy: whether the target's head has an 8-bit copy, from which drafts come, too.
         device: that the step runs on.
     """
 
@@ -86,6 +88,7 @@ class Step:
     is_quantized: bool
     bits: int | None
     head_rows: int
+    has_copy: bool
     device: Device
 
     @property
@@ -117,7 +120,7 @@ class Step:
         yield from self._attentions(N, K, H)
         if self.model.gated_delta is not None:
             yield from self._gated_delta(self.model.gated_delta, D)
-        yield self._head(D)
+        yield from self._head(D)
 
     def _mlp(self, of: str, parts: int, width: int, D: int) -> Iterator[Call]:
         """A dense MLP of `parts` parts of its width, or the shared expert."""
@@ -203,12 +206,21 @@ class Step:
         outputs = Struct((self.batch, self.tokens, delta.value_heads, delta.value_dim), self.dtype)
         yield Call(GATED_NORM, f"gates of {_text(outputs)}", (outputs,))
 
-    def _head(self, D: int) -> Call:
+    def _head(self, D: int) -> Iterator[Call]:
         """The argmax of the logits; a drafter has no logits of its anchor."""
-        head = Struct((self.head_rows, D), self._weight_dtype)
         rows = self.batch * (self.tokens - 1 if self.is_draft else self.tokens)
-        hidden = Struct((rows, D), self._weight_dtype)
-        return Call(LARGEST_PRODUCT, f"{_text(hidden)} x head {_text(head)}", (hidden, head))
+        hidden, head = (Struct(shape, self._weight_dtype) for shape in ((rows, D), (self.head_rows, D)))
+        label = f"{_text(hidden)} x head {_text(head)}"
+        if self.has_copy:
+            copy, of_copy = shapes_of_screen(self.head_rows, D), f"{label}, by its 8-bit copy if memory has room for it"
+            if self.is_draft:
+                yield Call(APPROXIMATE_LARGEST, of_copy, (Struct((rows, D), self.dtype), copy))
+                return
+            call = Call(SCREENED_LARGEST, of_copy, (hidden, head, copy))
+            yield call
+            if SCREENED_LARGEST.choose(call.arguments, self.device).name != WHOLE:
+                return
+        yield Call(LARGEST_PRODUCT, label, (hidden, head))
 
     def _product(self, name: str, outputs: int, inputs: int, dtype: Any = None) -> Call:
         if self.bits is not None and name not in WIDE:
@@ -281,6 +293,7 @@ def steps_of(args: argparse.Namespace, device: Device) -> Iterator[Step]:
             is_quantized=False,
             bits=bits if (bits := target.quantization and target.quantization.bits) in (4, 8) else None,
             head_rows=target.vocab_size,
+            has_copy=is_worth_it(target.vocab_size, target.hidden_size, config.dtype, device),
             device=device,
         )
         yield of_target
@@ -293,6 +306,7 @@ def steps_of(args: argparse.Namespace, device: Device) -> Iterator[Step]:
                 kv_dtype=config.draft_kv_cache_dtype,
                 is_quantized=config.draft_quantization == "fp8",
                 head_rows=draft.draft_vocab_size or target.vocab_size,
+                has_copy=of_target.has_copy and draft.draft_vocab_size is None,
             )
 
 

@@ -18,7 +18,7 @@ from dflash_jax.base.outputs import CompletionOutput
 from dflash_jax.base.values import SEED_LIMIT, Prompt, SamplingParams, is_int
 from dflash_jax.engine.device.budget import device_bytes, fitted, with_draft_quantization
 from dflash_jax.engine.device.memory import explain_out_of_memory
-from dflash_jax.engine.device.model import Model, narrowed, quantized
+from dflash_jax.engine.device.model import Model, narrowed, quantized, screened
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.host.constraints import Constraints
 from dflash_jax.engine.host.request import Request, cache_salt_of, check_params, tokenize
@@ -130,11 +130,12 @@ def load(
         loaded = _load(folder, target, config, mesh, quantize=rounded if quantize else None)
     else:
         loaded = Model(target, dict(target_params), load_kv_scales(folder, target))
-    of_target, drafter = device_bytes(loaded.params), None
+    config = with_draft_quantization(config, target, draft, device_bytes(loaded.params))
+    loaded, drafter = screened(loaded, draft, config, mesh), None
     if draft_folder is not None and draft is not None:
-        config = with_draft_quantization(config, target, draft, of_target)
         drafter = _load_draft(draft_folder, draft, loaded, config, mesh)
-    config = fitted(target, draft, config, of_target + (device_bytes(drafter.params) if drafter else 0))
+    parameters = sum(device_bytes(model.params) for model in (loaded, drafter) if model is not None)
+    config = fitted(target, draft, config, parameters)
     return frontend, Engine(loaded, drafter, mesh=mesh, config=config)
 
 

@@ -8,7 +8,14 @@ from pallas_kernels.add_norm import add_norm
 from pallas_kernels.all_reduce import Peers, all_reduce, all_reduce_add_norm
 from pallas_kernels.experts import experts
 from pallas_kernels.gated_norm import gated_norm
-from pallas_kernels.largest_product import largest, largest_product
+from pallas_kernels.largest_product import (
+    Screen,
+    approximate_largest,
+    largest,
+    largest_product,
+    screen_of,
+    screened_largest,
+)
 from pallas_kernels.lib.masks import visible
 from pallas_kernels.lib.rotary import Rotary
 from pallas_kernels.paged_attention import paged_attention
@@ -28,9 +35,11 @@ from pallas_kernels.write_kv import write_context, write_kv
 __all__ = [
     "Peers",
     "Rotary",
+    "Screen",
     "add_norm",
     "all_reduce",
     "all_reduce_add_norm",
+    "approximate_largest",
     "experts",
     "gated",
     "gated_norm",
@@ -45,6 +54,8 @@ __all__ = [
     "quantized_product_beside",
     "quantized_swiglu",
     "route",
+    "screen_of",
+    "screened_largest",
     "split_product",
     "split_quantized_product",
     "swiglu",

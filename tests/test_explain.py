@@ -19,6 +19,7 @@ from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import draft_config, target_config
 from dflash_jax.state.paged_kv import PagedKVCache, Place
 from dflash_jax.weights.formats.fp8 import quantize_draft
+from dflash_jax.weights.formats.screened import shapes_of_screen
 from dflash_jax.weights.parameters import build, parameters_of
 from dflash_jax.weights.tables import checkpoint_table
 from pallas_kernels import _compat
@@ -72,6 +73,8 @@ def key(argument):
         return *((x.shape, x.dtype) for x in arrays), pages, argument.mask, argument.window
     if isinstance(argument, int | str):
         return argument
+    if isinstance(argument, tuple):
+        return tuple(map(key, argument))
     if not isinstance(argument, jax.Array | jax.ShapeDtypeStruct):
         return jnp.dtype(argument)
     shape = argument.shape
@@ -103,6 +106,7 @@ def picked_by_a_round(monkeypatch, step, kv_dtype):
         build(parameters_of(checkpoint_table(config), config), lambda parameter: struct(parameter.shape, jnp.bfloat16))
         for config in (target, draft)
     ]
+    params[0]["screen"] = shapes_of_screen(TARGET["vocab_size"], TARGET["hidden_size"])
     mesh = Mesh.of(1)
     if step.is_quantized:
         quantize = functools.partial(quantize_draft, config=draft, place=mesh.place)

@@ -33,7 +33,7 @@ from dflash_jax.bench.round_engine import RoundEngine, decode, finish, random_se
 from dflash_jax.bench.round_experts import experts_touched
 from dflash_jax.bench.round_models import PRESETS, configs_of, random_params
 from dflash_jax.engine.device.memory import explain_out_of_memory
-from dflash_jax.engine.device.model import Model, quantized
+from dflash_jax.engine.device.model import Model, quantized, screened
 from dflash_jax.options import EngineArgs, EngineConfig
 from dflash_jax.options.flags import add_option, options_from
 from dflash_jax.options.option import default_of, options_of
@@ -187,6 +187,7 @@ def _measure_all(
         target, draft = target.over(mesh.size), None if draft is None else draft.over(mesh.size)
         with phase("making random weights"):
             model = _random_model(target, configs[0], mesh, seed=0, quantization=args.target_quantization)
+            model = screened(model, draft, configs[0], mesh)
             drafter = None if draft is None else _random_drafter(draft, model, configs[0], mesh)
         for config in configs:
             with phase("making the engine"):

@@ -30,11 +30,12 @@ def weight_bytes(engine: Engine, touched: float | None) -> dict[str, int]:
 
     Returns:
         `target` with its head, but without its experts, which are `experts`; with a drafter `draft`, and `draft_head`
-        for its own pass over a head. Embeddings are left out: a round reads a few rows of them.
+        for its own pass over a head. Embeddings are left out: a round reads a few rows of them. A head with an 8-bit
+        copy counts as the copy, which most rounds read in its place.
     """
     target, draft = engine.runner.params
-    head = target.get("lm_head", target["embed_tokens"])
-    layers = {name: value for name, value in target.items() if name not in ("lm_head", "embed_tokens")}
+    head = target.get("screen", target.get("lm_head", target["embed_tokens"]))
+    layers = {name: value for name, value in target.items() if name not in ("lm_head", "embed_tokens", "screen")}
     sizes = {"target": _on_first_device(layers) + _on_first_device(head)}
     if touched is not None:
         assert engine.spec.target.experts is not None

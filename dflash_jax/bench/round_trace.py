@@ -26,7 +26,7 @@ PARTS = (
     ("prefill", re.compile(r"jit_prefill|jit\(prefill\)")),
     (
         "head",
-        re.compile(r"DraftModel\.tokens|\.logits|likeliest|logits_of|largest_product|[_(/]commit.*(cublas|nvjet)"),
+        re.compile(r"DraftModel\.tokens|\.logits|likeliest|logits_of|largest_|_largest|[_(/]commit.*(cublas|nvjet)"),
     ),
     ("draft_context", re.compile(r"write_context")),
     ("draft", re.compile(r"jit_draft|jit\(draft\)|/draft/|DraftModel")),

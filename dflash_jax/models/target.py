@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -19,6 +21,7 @@ from dflash_jax.models.run import run_layers
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices, look_up
 from dflash_jax.spec import TargetConfig
 from dflash_jax.weights.formats.protocol import Weight, plain
+from dflash_jax.weights.formats.screened import ScreenedHead
 from dflash_jax.weights.formats.weight import logits_of
 from dflash_jax.weights.parameters import declare
 from dflash_jax.weights.tables import outer_table
@@ -151,8 +154,16 @@ class TargetModel(nn.Module):
 
     @property
     def head(self) -> Float[Array, "V D"] | Weight:
-        """The output head; it is the embedding if they are tied. The drafter uses it, too."""
-        return self.weights.get("lm_head", self.weights["embed_tokens"])
+        """The output head; it is the embedding if they are tied."""
+        head: Any = self.weights.get("lm_head", self.weights["embed_tokens"])
+        screen: Any = self.get_variable("params", "screen")  # which no table declares
+        return head if screen is None else ScreenedHead(head, screen)
+
+    @property
+    def draft_head(self) -> Float[Array, "V D"] | Weight:
+        """The head for drafters that have none: its 8-bit copy, if there is one."""
+        head = self.head
+        return replace(head, is_exact=False) if isinstance(head, ScreenedHead) else head
 
 
 def _side_by_side(

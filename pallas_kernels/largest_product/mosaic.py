@@ -20,7 +20,7 @@ from pallas_kernels.lib.measured import tokens_of
 from pallas_kernels.lib.products import Plan, Tile
 from pallas_kernels.lib.shared_memory import ALIGNED
 
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int8)
 FEW = Tile(64, 192, extra_bytes=8 * (64 + 192), consumers=1, step=2 * products.STEP)  # the 64 rows of one wgmma
 TILES = tuple(
     Tile(rows, columns, extra_bytes=8 * (rows + columns))
@@ -35,7 +35,7 @@ MEASURED_ROWS = 16384  # of the weight: smaller ones were not measured
 def refusal(x: Any, weight: Any) -> str | None:
     """Why the Mosaic backend cannot do this call, or None."""
     if x.dtype not in DTYPES:
-        return f"The Mosaic largest product takes bf16, f16 and e4m3; this is {x.dtype}."
+        return f"The Mosaic largest product takes bf16, f16, e4m3 and int8; this is {x.dtype}."
     depth = products.STEP // jnp.dtype(x.dtype).itemsize
     if weight.shape[1] % depth or weight.shape[1] < MIN_STEPS * depth:
         return (
@@ -82,7 +82,7 @@ def largest_product(
     *,
     tile: Tile | None = None,
 ) -> tuple[Int[Array, "*T"], Float[Array, "*T"]]:
-    """See ``pallas_kernels.largest_product``."""
+    """See ``pallas_kernels.largest_product``; x and the weight may also be int8, whose products are exact."""
     if reason := refusal(x, weight):
         raise NotImplementedError(reason)
     tokens = math.prod(x.shape[:-1])
@@ -167,7 +167,7 @@ def _largest(
         column = plgpu.broadcasted_iota(jnp.int32, (len(values), PART), 1, layout=plgpu.Layout.WGMMA)
         parts = []
         for start in range(0, columns, PART):
-            part = values[:, start : start + PART]
+            part = values[:, start : start + PART].astype(jnp.float32)
             if scales is not None:
                 part_scales = s["scales_s"].at[lax.rem(i, 2), pl.ds(start, PART)]
                 of_columns = _compat.smem_load(part_scales, plgpu.Layout.WGMMA.reduce(0))

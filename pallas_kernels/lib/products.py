@@ -3,7 +3,8 @@
 As many CTAs as there are multiprocessors go from tile to tile of ``x @ weight.T``. The warpgroups of a CTA:
 
 * one producer starts TMA copies of rows of x and of the weight into a ring in shared memory, tile after tile;
-* one or two consumers multiply their part of the rows of x by wgmma, and hand the float32 products to ``finish``.
+* one or two consumers multiply their part of the rows of x by wgmma, and hand the float32 products to ``finish`` (of
+  integers of 8 bits those of 32, which are exact).
 
 If the inputs are split, each CTA of a cluster multiplies one part of them for the same tile. Each CTA finishes a part
 of the columns, and the others send it their sums of these columns through shared memory.
@@ -354,7 +355,8 @@ def _consume(first: Any, me: Any, plan: Plan, s: dict[str, Any]) -> jax.Array:
         start(last)
         return products[...]
 
-    products = pl.run_scoped(run, plgpu.ACC((rows.size, plan.tile.columns), jnp.float32))
+    dtype = jnp.int32 if s["x_s"].dtype == jnp.int8 else jnp.float32
+    products = pl.run_scoped(run, plgpu.ACC((rows.size, plan.tile.columns), dtype))
     if last:
         give_back(last - 1)
     give_back(last)

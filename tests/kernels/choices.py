@@ -23,7 +23,7 @@ from pallas_kernels.all_reduce import ALL_REDUCE, ALL_REDUCE_ADD_NORM
 from pallas_kernels.experts import EXPERTS, FP8_EXPERTS, INT4_EXPERTS, FewBits
 from pallas_kernels.gated_delta import FOLD, PREFILL, VERIFY, Kept, Weights
 from pallas_kernels.gated_norm import GATED_NORM
-from pallas_kernels.largest_product import LARGEST_PRODUCT
+from pallas_kernels.largest_product import APPROXIMATE_LARGEST, LARGEST_PRODUCT, SCREENED_LARGEST, Screen
 from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import Arguments
 from pallas_kernels.product import PRODUCT, PRODUCT_BESIDE, narrow, parts_of, triton
@@ -95,6 +95,8 @@ OPERATIONS = {  # by their name in the table; those of one name must choose alik
     "product_beside": [PRODUCT_BESIDE],
     "swiglu": [SWIGLU],
     "largest_product": [LARGEST_PRODUCT],
+    "screened_largest": [SCREENED_LARGEST],
+    "approximate_largest": [APPROXIMATE_LARGEST],
     "add_norm": [ADD_NORM],
     "quantize": [QUANTIZE_ROWS, QUANTIZE_GATED],
     "write_kv": [WRITE_KV, WRITE_CONTEXT],
@@ -116,6 +118,8 @@ OPERATIONS = {  # by their name in the table; those of one name must choose alik
 UNINTERPRETED = (
     "split_product",
     "largest_product",
+    "screened_largest",
+    "approximate_largest",
     "all_reduce",
     "quantized_swiglu",
     "product_beside",
@@ -181,6 +185,9 @@ def calls() -> Iterator[tuple[str, str, list[tuple[Any, ...]]]]:
         for weight in _HEADS_OF_MODELS:
             arrays = [(shape(t, weight[1], dtype=dtype), shape(*weight, dtype=dtype)) for t in TOKENS]
             yield "largest_product", f"{_name(dtype)} {weight}", arrays
+            copy = Screen._make((shape(*weight, dtype=jnp.int8), shape(3, weight[0], dtype=F32)))
+            yield "screened_largest", f"{_name(dtype)} {weight}", [(*call, copy) for call in arrays]
+            yield "approximate_largest", f"{_name(dtype)} {weight}", [(call[0], copy) for call in arrays]
         widths = (64, 4096, 65536, 65537, 131072)
         yield "add_norm", _name(dtype), [(shape(4, width, dtype=dtype),) for width in widths]
         yield "quantize", _name(dtype), [(width,) for width in widths]

@@ -29,6 +29,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat, paged_attention, product, quantized_product_beside, swiglu
+from pallas_kernels.largest_product import screened
+from pallas_kernels.largest_product.screen import approximate, screen_of
+from pallas_kernels.largest_product.terms import terms_of
 from pallas_kernels.lib import int4_kv, warp_product
 from pallas_kernels.paged_attention import mosaic as attention
 from pallas_kernels.paged_attention import mosaic_kernel
@@ -53,7 +56,8 @@ class Transposed:
 
 def wgmma(acc: Any, a: Any, b: Any) -> None:
     """Add a product to sums; the interpreter's own takes neither arrays nor transposed references."""
-    product = jnp.dot(a[...].astype(jnp.float32), b[...].astype(jnp.float32))
+    dtype = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
+    product = jnp.dot(a[...].astype(dtype), b[...].astype(dtype))
     trees = dict.fromkeys(("acc_transforms_tree", "a_transforms_tree", "b_transforms_tree"))
     primitives.wgmma_ref_p.bind(acc, product, acc, **trees)
 
@@ -232,7 +236,22 @@ def attend(dtype: Any, H: int, group: int) -> float:
     return max(error(out[b, :length], wide(exact[b, :length])[0]) for b, length in enumerate((16, 9)))
 
 
+def screened_head(tokens: int) -> float:
+    """Tiles of a head for two CTAs, the last of which overlap; rows behind a limit are the loudest."""
+    x, weight, limit = random(tokens, 1152), random(5 * 256 + 72, 1152, seed=1), 1300
+    copy, terms = screen_of(weight.at[limit:].multiply(9)), terms_of(x, interpret=True)
+    with simulated(2):
+        values, indices, upper = screened.bounded(terms, copy, jnp.int32(limit), bounds=True)
+    products, exact = wide(approximate(x, copy))[0], np.einsum("td,vd->tv", *wide(x, weight))
+    assert (wide(upper)[0][:tokens, :limit] >= exact[:, :limit]).all()
+    assert (wide(upper)[0][:tokens, :limit] < products[:, :limit] + exact.std()).all()
+    piece = np.asarray(values)[:, :tokens].argmax(0)
+    np.testing.assert_array_equal(np.asarray(indices)[piece, np.arange(tokens)], products[:, :limit].argmax(1))
+    return error(np.asarray(values)[:, :tokens].max(0), products[:, :limit].max(1))
+
+
 CASES = {
+    **{f"screened_{tokens}": functools.partial(screened_head, tokens) for tokens in (11, 64)},
     "weight_first": weight_first,
     "weight_first_swiglu": weight_first_swiglu,
     **{f"few_bits_{kind}": functools.partial(in_few_bits, kind) for kind in ("int4", "zeros", "fp8")},

@@ -14,9 +14,10 @@ from dflash_jax.models.projections import likeliest_product
 from dflash_jax.parallel.collectives import AUTOMATIC, Devices, likeliest
 from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.weights.formats.fp8 import Quantized, to_e4m3
+from dflash_jax.weights.formats.screened import ScreenedHead
 from dflash_jax.weights.formats.transposed import Transposed
 from dflash_jax.weights.formats.weight import logits_of
-from pallas_kernels import _compat, largest_product
+from pallas_kernels import _compat, largest_product, screen_of
 from pallas_kernels.largest_product import mosaic
 from pallas_kernels.largest_product.mosaic import FEW, TILES
 from pallas_kernels.lib.products import STEP
@@ -183,7 +184,7 @@ def test_the_public_function_picks(monkeypatch, capability, tokens, dtype, kerne
         (256, 512, E4M3, "a width that 128 divides, of at least 1024; this is 512"),
         (260, 1024, BF16, "a number of rows that 8 divides, of at least 256; this is 260"),
         (248, 1024, BF16, "of at least 256; this is 248"),
-        (256, 1024, F32, "takes bf16, f16 and e4m3; this is float32"),
+        (256, 1024, F32, "takes bf16, f16, e4m3 and int8; this is float32"),
     ],
 )
 def test_mosaic_refuses_in_a_sentence(rows, width, dtype, message):
@@ -222,9 +223,9 @@ def test_sharded_lowering_knows_what_varies(dtype):
         lower(Spec())
 
 
-@pytest.mark.in_turns(27)
+@pytest.mark.in_turns(36)
 @pytest.mark.parametrize("rows", [64, 63], ids=["split", "whole"])
-@pytest.mark.parametrize("kind", ["array", "quantized", "transposed"])
+@pytest.mark.parametrize("kind", ["array", "quantized", "transposed", "screened"])
 @pytest.mark.parametrize("limit", [None, 50, 7])
 @pytest.mark.parametrize("devices", [None, 1, 4])
 def test_heads_of_all_kinds_give_the_token_of_their_logits(devices, kind, rows, limit):
@@ -235,6 +236,7 @@ def test_heads_of_all_kinds_give_the_token_of_their_logits(devices, kind, rows, 
         "array": weight,
         "quantized": Quantized(*to_e4m3(weight, 1)),
         "transposed": Transposed(weight.T, weight.shape),
+        "screened": ScreenedHead(weight, screen_of(weight)),
     }[kind]
     wanted, values = likeliest(logits_of(x, head)[..., :limit])
     over = AUTOMATIC if devices is None else Devices(Mesh(mesh_of(devices)))

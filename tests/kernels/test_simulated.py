@@ -13,9 +13,10 @@ from tests.kernels.conftest import ON_GPU
 
 CASES = [  # of `simulated.CASES`, whose module is not imported here, since it changes JAX's interpreter
     "weight_first_swiglu",
+    "screened_11",
     *(
         pytest.param(case, marks=pytest.mark.long)  # 10 to 30 s each
-        for case in ("weight_first", "few_bits_zeros", "few_bits_fp8")
+        for case in ("weight_first", "few_bits_zeros", "few_bits_fp8", "screened_64")
     ),
     *(
         pytest.param(f"attention_{dtype}_{name}", marks=pytest.mark.long)

@@ -378,5 +378,5 @@ def draft_block(
     embedded = target.embed(jnp.concatenate([slots.anchor[:, None], masked], axis=1))
     hidden, cache = drafter(embedded, positions, cache)
     # Row j predicts the token at its own position; the anchor's is already known.
-    drafted = drafter.tokens(jax.tree.map(lambda x: x[:, 1:], hidden), target.head, target.config.num_tokens)
+    drafted = drafter.tokens(jax.tree.map(lambda x: x[:, 1:], hidden), target.draft_head, target.config.num_tokens)
     return drafted, cache

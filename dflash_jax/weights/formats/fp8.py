@@ -139,7 +139,8 @@ def quantize_draft(
     Args:
         params: the drafter's parameters; they are left unchanged.
         config: the drafter's.
-        target: the target's parameters; a drafter without a head gets a quantised copy of theirs as `lm_head`.
+        target: the target's parameters; a drafter without a head gets a quantised copy of theirs as `lm_head`, unless
+            they have an 8-bit copy already, as `screen`.
         place: gives the sharding of an array by its axes and shape.
     """
 
@@ -148,7 +149,7 @@ def quantize_draft(
         return _quantized(array, parameter.axes, place) if parameter.path[-1] in QUANTIZED else array
 
     small = build(parameters_of(checkpoint_table(config), config), quantized)
-    if "lm_head" not in small:
+    if "lm_head" not in small and "screen" not in target:
         small["lm_head"] = _quantized(target.get("lm_head", target["embed_tokens"]), ("V", "D"), place)
     attentions = [small[f"layers_{i}"]["self_attn"] for i in range(config.num_hidden_layers)]
     for ending in ("", "_bias"):
