@@ -35,8 +35,8 @@ def exact_largest(
     x: Float[Array, "T D"],
     weight: Float[Array, "V D"],
     upper: Float[Array, "R V"],
-    values: Float[Array, "P R"],
-    indices: Int[Array, "P R"],
+    values: Float[Array, "P L"],
+    indices: Int[Array, "P L"],
     limit: Int[Array, ""] | int | None,
     *,
     interpret: bool = False,
@@ -48,8 +48,8 @@ def exact_largest(
       weight: the head; dtype like x.
       upper: upper bounds of the products of the first T of R >= T tokens, which allow for the rounding of sums; NaN
         where there is no bound.
-      values: float32; of each of P pieces of the head the largest approximate product. It may be wrong: a good one
-        leaves few candidates.
+      values: float32; of each of P pieces of the head the largest approximate product, of L >= T tokens. It may be
+        wrong: a good one leaves few candidates.
       indices: int32; the row of the head that has it. It matters only where the value is a number above -inf.
       limit: only the first ``limit`` rows of the head count; where it is not positive the product is -inf, and the row
         any row. None is all.

@@ -27,13 +27,13 @@ from pallas_kernels.largest_product.pieces import largest_of_pieces
 from pallas_kernels.largest_product.screen import NORM, REST, SCALE, Screen
 from pallas_kernels.largest_product.terms import ROWS, TERM, Terms, terms_of
 from pallas_kernels.lib.measured import tokens_of
-from pallas_kernels.lib.shared_memory import ALIGNED, SHARED_MEMORY, WIDEST, tiled
+from pallas_kernels.lib.shared_memory import SHARED_MEMORY, WIDEST, tiled
 
 CONSUMERS = 2
 TILES = (128, 256), (192, 128)  # rows of the head, and inputs of a step: longer runs of a row are read faster
 _LEAST_STAGES = 4  # of the first kind of tile; with fewer the second is faster
 _MIN_ROWS = 192  # of the head: the widest tile
-_PART = 32  # columns that are finished at a time
+_PART = 32  # columns that are finished at a time, and those of a tile of bounds, which heads must be a multiple of
 _MIN_BYTES = 1 << 28  # of a head: some 22 us more than reading it are the same for all
 _MIN_STEPS = 8  # of 128 bytes of a tile
 _ROUNDED = 2.0**-8  # of a bound: at least what bfloat16 rounds down
@@ -86,10 +86,10 @@ def approximate_refusal(x: Any, screen: Screen) -> str | None:
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"The screened argmax takes bf16 and f16; this is {x.dtype}."
     rows, width = screen.values.shape
-    if width % WIDEST or width < _MIN_STEPS * WIDEST or rows % ALIGNED or rows < _MIN_ROWS:
+    if width % WIDEST or width < _MIN_STEPS * WIDEST or rows % _PART or rows < _MIN_ROWS:
         return (
             f"The screened argmax needs a width that {WIDEST} divides, of at least {_MIN_STEPS * WIDEST}, and a number "
-            f"of rows that {ALIGNED} divides, of at least {_MIN_ROWS}; the head is {[rows, width]}."
+            f"of rows that {_PART} divides, of at least {_MIN_ROWS}; the head is {[rows, width]}."
         )
     return None
 

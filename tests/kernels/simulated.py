@@ -238,7 +238,7 @@ def attend(dtype: Any, H: int, group: int) -> float:
 
 def screened_head(tokens: int) -> float:
     """Tiles of a head for two CTAs, the last of which overlap; rows behind a limit are the loudest."""
-    x, weight, limit = random(tokens, 1152), random(5 * 256 + 72, 1152, seed=1), 1300
+    x, weight, limit = random(tokens, 1152), random(5 * 256 + 96, 1152, seed=1), 1300
     copy, terms = screen_of(weight.at[limit:].multiply(9)), terms_of(x, interpret=True)
     with simulated(2):
         values, indices, upper = screened.bounded(terms, copy, jnp.int32(limit), bounds=True)

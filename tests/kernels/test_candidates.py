@@ -35,7 +35,8 @@ class Head:
         self.upper[:T] = (self.products + 0.02 + np.abs(self.products) / 64).astype(BF16)
         about = self.products + self.rng.normal(size=(T, V)) * 0.02
         about = np.pad(about, ((0, 0), (0, -V % PIECE)), constant_values=-np.inf).reshape(T, -1, PIECE)
-        self.values, self.indices = np.full((about.shape[1], R), np.nan, np.float32), np.zeros((about.shape[1], R), int)
+        guesses = about.shape[1], R + 5
+        self.values, self.indices = np.full(guesses, np.nan, np.float32), np.zeros(guesses, int)
         self.values[:, :T] = about.max(-1).T
         self.indices[:, :T] = about.argmax(-1).T + np.arange(about.shape[1])[:, None] * PIECE
         self.indices = self.indices.astype(np.int32)
