@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from dflash_jax.weights.formats.screened import is_worth_it, screen_of_head
 from dflash_jax.weights.loader import KVScales, Params
 from pallas_kernels.registry import Device
 
+logger = logging.getLogger("dflash_jax")
 MOST_FOR_COPY = 1 / 20  # of the memory that is left for keys and values
 
 
@@ -55,6 +57,8 @@ def screened(target: Model, draft: DraftConfig | None, config: EngineConfig, mes
     free = free_bytes(target.config, draft, config, device_bytes(target.params)) // mesh.size
     if not replaces_copy and head.size // mesh.size > free * MOST_FOR_COPY:
         return target
+    gib = head.size / mesh.size / 2**30
+    logger.info("the target's head gets a copy in 8 bits, %.2f GiB: drafts are its argmax, and it finds the head's", gib)
     with explain_out_of_memory():
         screen = jax.block_until_ready(screen_of_head(target.params, mesh.place))
     return replace(target, params={**target.params, "screen": screen})
