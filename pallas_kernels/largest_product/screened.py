@@ -38,10 +38,7 @@ _MIN_BYTES = 1 << 28  # of a head: some 22 us more than reading it are the same 
 _MIN_STEPS = 8  # of 128 bytes of a tile
 _ROUNDED = 2.0**-8  # of a bound: at least what bfloat16 rounds down
 
-
-Best = tuple[
-    jax.Array, jax.Array
-]  # of each token the largest product, and its row, float32 (they are fewer than 2**24)
+Best = tuple[jax.Array, jax.Array]  # of each token the largest product, and its row as float32: below 2**24 exact
 
 
 class _Plan(NamedTuple):
@@ -154,7 +151,7 @@ def bounded(
 
     def screened_largest_kernel(*refs: Any, **s: Any) -> None:  # profilers show its name
         of_call, limit, outputs = refs[:4], dict(zip(optional, refs[4:], strict=False)), refs[4 + len(optional) :]
-        _attend(Terms(*of_call[:2]), Screen(*of_call[2:]), limit.get("limit"), outputs, plan, s)
+        _multiply(Terms(*of_call[:2]), Screen(*of_call[2:]), limit.get("limit"), outputs, plan, s)
 
     shape, consumers = (CONSUMERS, ROWS), plan.ctas * CONSUMERS
     scratch: dict[str, Any] = {
@@ -187,12 +184,10 @@ def bounded(
 
 
 def _plan(tokens: int, V: int, D: int, tile: tuple[int, int] | None, *, bounds: bool) -> _Plan:
-    """The plan with this tile; with the faster kind if there is none."""
+    """The plan with this tile, or, without one, with the faster kind."""
     if tile is None:
-        plans = (_plan(tokens, V, D, tile, bounds=bounds) for tile in TILES if D % tile[1] == 0)
-        return next(
-            (plan for plan in plans if plan.stages >= _LEAST_STAGES), _plan(tokens, V, D, TILES[-1], bounds=bounds)
-        )
+        plans = [_plan(tokens, V, D, tile, bounds=bounds) for tile in TILES if D % tile[1] == 0]
+        return next((plan for plan in plans if plan.stages >= _LEAST_STAGES), plans[-1])
     columns, depth = tile
     pieces, steps = pl.cdiv(V, columns), D // depth
     beside = ROWS * depth + 8 * 3 * columns + (3 + 2 * CONSUMERS) * ROWS * 4 + bounds * ROWS * columns * 2
@@ -200,7 +195,7 @@ def _plan(tokens: int, V: int, D: int, tile: tuple[int, int] | None, *, bounds: 
     return _Plan(tokens, columns, depth, stages, steps, pieces, min(pieces, _compat.sm_count()), bounds)
 
 
-def _attend(terms: Any, screen: Any, limit: Any, outputs: Any, plan: _Plan, s: dict[str, Any]) -> None:
+def _multiply(terms: Any, screen: Any, limit: Any, outputs: Any, plan: _Plan, s: dict[str, Any]) -> None:
     """The body of one CTA; ``s`` is its scratch."""
     cta, me = lax.axis_index("cta"), lax.axis_index("warpgroup")
     count = pl.cdiv(plan.pieces - cta, plan.ctas)
@@ -225,15 +220,13 @@ def _attend(terms: Any, screen: Any, limit: Any, outputs: Any, plan: _Plan, s: d
             first = _first_of(cta + i * plan.ctas, screen, plan) + me * plan.mine
             return _finished(_consume(i * plan.steps, me, plan, s), i, first, me, (limit, best), bounds, plan, s)
 
-        start = (
-            plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), plgpu.Layout.WGMMA.reduce(1)) for x in (-jnp.inf, 0)
-        )
-        for name, found, out in zip(
-            ("value_s", "index_s"), lax.fori_loop(0, count, consume, tuple(start)), best, strict=True
-        ):
-            s[name].at[me][...] = found.astype(out.dtype)
+        column = plgpu.Layout.WGMMA.reduce(1)
+        nothing = (plgpu.layout_cast(jnp.full((ROWS,), number, jnp.float32), column) for number in (-jnp.inf, 0))
+        results = lax.fori_loop(0, count, consume, tuple(nothing))
+        for staged, array, out in zip((s["value_s"], s["index_s"]), results, best, strict=True):
+            staged.at[me][...] = array.astype(out.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(s[name].at[me], out.at[cta * CONSUMERS + me])
+            plgpu.copy_smem_to_gmem(staged.at[me], out.at[cta * CONSUMERS + me])
         plgpu.wait_smem_to_gmem(0)
 
 

@@ -36,6 +36,8 @@ from dflash_jax.bench.round_trace import Kernel, Scopes, kernels_of, part_of, sp
         ("jit(greedy_round)/commit/reduce", "reduce", "sampling"),
         ("jit(greedy_round)/commit/TargetModel.likeliest/x", "largest_product_kernel", "head"),
         ("", "largest_product_kernel_mosaic_gpu_kernel", "head"),
+        ("/commit/", "screened_largest_kernel_mosaic_gpu_kernel", "head"),
+        ("/draft/", "largest_of_pieces", "head"),
         ("", "MemcpyD2H", "copies"),
         ("", "unknown", "other"),
     ],

@@ -103,6 +103,21 @@ def test_rows_that_are_no_numbers_are_always_candidates():
     assert np.isfinite(np.delete(screen.factors, [3, 4], axis=1)).all()
 
 
+def test_rounding_a_head_takes_little_memory():
+    """Beside what it returns: numbers in float32 are of a part of its rows. CPUs would widen all of bfloat16 before."""
+    weight = jax.ShapeDtypeStruct((4096, 1024), F16)
+    assert screen_of.lower(weight).compile().memory_analysis().temp_size_in_bytes < weight.size / 2
+
+
+@pytest.mark.parametrize("rows", [600, 77])
+def test_any_number_of_rows_is_rounded(rows):
+    _, weight = operands((1,), (rows, 256), BF16)
+    apart = [screen_of(weight[i : i + 1]) for i in range(rows)]
+    for found, expected in zip(screen_of(weight), zip(*apart, strict=True), strict=True):
+        axis = 0 if found.dtype == jnp.int8 else 1
+        np.testing.assert_allclose(found, np.concatenate(expected, axis=axis), rtol=1e-6)
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 8, 70])
 def test_terms_of_tokens(tokens):
     x, _ = operands((tokens,), (8, 1000), BF16)

@@ -125,7 +125,7 @@ def with_draft_quantization(
 
 
 def draft_bytes(target: TargetConfig, draft: DraftConfig, dtype: np.dtype, quantization: str | None) -> int:
-    """Bytes of a drafter's parameters on one device; in fp8 it has a copy of the target's head."""
+    """Bytes of a drafter's parameters on one device; for one in fp8 there is a copy of the target's head in 8 bits."""
     bits = {None: None, "fp8": 8, "int4": 4}[quantization]
     head = target.vocab_size * target.hidden_size if quantization == "fp8" and draft.draft_vocab_size is None else 0
     return parameter_bytes(draft, dtype, bits, has_zeros=bits == 4) + head

@@ -8,17 +8,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from dflash_jax.engine.device.budget import device_bytes
 from dflash_jax.engine.device.memory import explain_out_of_memory, free_bytes
 from dflash_jax.options import EngineConfig
-from dflash_jax.parallel.mesh import Mesh
+from dflash_jax.parallel.mesh import AXIS, Mesh
 from dflash_jax.spec import DraftConfig, TargetConfig
 from dflash_jax.weights.formats import transposed
 from dflash_jax.weights.formats.fp8 import quantize_draft
 from dflash_jax.weights.formats.protocol import Weight
-from dflash_jax.weights.formats.screened import is_worth_it, screen_of_head
+from dflash_jax.weights.formats.screened import is_worth_it
 from dflash_jax.weights.loader import KVScales, Params
+from pallas_kernels import Screen, screen_of
 from pallas_kernels.registry import Device
 
 logger = logging.getLogger("dflash_jax")
@@ -57,15 +59,17 @@ def screened(target: Model, draft: DraftConfig | None, config: EngineConfig, mes
     free = free_bytes(target.config, draft, config, device_bytes(target.params)) // mesh.size
     if not replaces_copy and head.size // mesh.size > free * MOST_FOR_COPY:
         return target
-    gib = head.size / mesh.size / 2**30
-    logger.info("the target's head gets a copy in 8 bits, %.2f GiB: drafts are its argmax, and it finds the head's", gib)
+    of_each = head.size / mesh.size / 2**30
+    logger.info("the target's head has a copy in 8 bits, %.2f GiB, for drafts and to find its argmax by", of_each)
+    rows = PartitionSpec(AXIS)
+    make = mesh.on_each(screen_of, rows, Screen._make((rows, PartitionSpec(None, AXIS))))
     with explain_out_of_memory():
-        screen = jax.block_until_ready(screen_of_head(target.params, mesh.place))
+        screen = jax.block_until_ready(jax.jit(make)(head))
     return replace(target, params={**target.params, "screen": screen})
 
 
 def quantized(draft: Model, target: Model, mesh: Mesh) -> Model:
-    """A drafter with its matrices, and its copy of the target's head, in fp8.
+    """A drafter with its matrices in fp8, and its copy of the target's head if that has none in 8 bits.
 
     Raises:
         ConfigError: the fp8 parameters do not fit in the memory.

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.weights.formats.array import ArrayWeight
-from dflash_jax.weights.formats.fp8 import Place
 from dflash_jax.weights.formats.protocol import Limit, QuantizedRows, Rows, plain
-from pallas_kernels import Screen, approximate_largest, screen_of, screened_largest
+from pallas_kernels import Screen, approximate_largest, screened_largest
 from pallas_kernels.largest_product import SCREENED_LARGEST, WHOLE
 from pallas_kernels.registry import Device
 
@@ -71,21 +67,3 @@ def is_worth_it(rows: int, width: int, dtype: Any, device: Device) -> bool:
     struct = jax.ShapeDtypeStruct
     call = struct((1, width), dtype), struct((rows, width), dtype), shapes_of_screen(rows, width)
     return SCREENED_LARGEST.choose(call, device).name != WHOLE
-
-
-def screen_of_head(target: Mapping[str, Any], place: Place) -> Screen:
-    """The 8-bit copy of a target's head, split over the devices as the head is.
-
-    Args:
-        target: its parameters.
-        place: gives the sharding of an array by its axes and shape.
-    """
-    head: Float[Array, "V D"] = target.get("lm_head", target["embed_tokens"])
-    placed = Screen._make((place(("V", "D"), head.shape), place(("", "V"), (3, len(head)))))
-    return _screen(head, placed=placed)
-
-
-@partial(jax.jit, static_argnames="placed")
-def _screen(head: Float[Array, "V D"], *, placed: Any) -> Screen:
-    screen: Screen = lax.with_sharding_constraint(screen_of(head), placed)
-    return screen
