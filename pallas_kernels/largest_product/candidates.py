@@ -89,14 +89,17 @@ def exact_largest(
 
 
 def _least(x: Any, weight: Any, values: Any, indices: Any, limit: Any, least: Any) -> None:
-    """One program: the exact product of a token with the row that is likely to have the largest."""
+    """One program: the exact product of a token with the row that is likely to have the largest; NaN ends the search.
+
+    Rows of padding may be NaN, and then each of their products is.
+    """
     t, P, end = pl.program_id(0), len(values), _end(weight, limit)
     piece = jnp.arange(pl.next_power_of_2(P), dtype=jnp.int32)
     value = pltriton.load(values.at[piece, jnp.full_like(piece, t)], mask=piece < P, other=-jnp.inf)
     best = lax.argmax(jnp.where(jnp.isnan(value), -jnp.inf, value), 0, jnp.int32)
     row = jnp.maximum(jnp.minimum(indices[best, t], jnp.maximum(end, 1) - 1), 0)  # is one of the head in any case
     product = _product(x, t, weight, row)
-    least[t] = jnp.where(jnp.isnan(product) | (end <= 0), -jnp.inf, product)
+    least[t] = jnp.where(end <= 0, -jnp.inf, product)
 
 
 def _candidates(x: Any, weight: Any, upper: Any, least: Any, limit: Any, value: Any, index: Any) -> None:
@@ -109,11 +112,13 @@ def _candidates(x: Any, weight: Any, upper: Any, least: Any, limit: Any, value: 
     mask = exists[:, None] & (row < len(weight))[None, :]  # without the limit, which would read number by number
     bounds = pltriton.load(upper.at[token[:, None], row[None, :]], mask=mask, other=-jnp.inf).astype(jnp.float32)
     lowest = pltriton.load(least.at[token], mask=exists, other=jnp.inf)
-    is_candidate = mask & (row < end)[None, :] & ~(bounds < lowest[:, None])  # also where the bound is NaN
+    is_nan = jnp.isnan(lowest)
+    counts = (row < end)[None, :] & ~is_nan[:, None]
+    is_candidate = mask & counts & ~(bounds < lowest[:, None])  # also where the bound is NaN
     nowhere = TOKENS * CHUNK
     candidates = jnp.where(is_candidate, place[:, None] * CHUNK + column[None, :], nowhere)
     count = jnp.sum(is_candidate.astype(jnp.int32))
-    nothing = jnp.full((TOKENS,), -jnp.inf, jnp.float32), jnp.zeros_like(place) + first
+    nothing = jnp.where(is_nan, jnp.float32(jnp.nan), jnp.float32(-jnp.inf)), jnp.zeros_like(place) + first
 
     def one(_: Any, carry: Any) -> Any:
         """Multiply the next candidate; those of a token come by their rows."""

@@ -195,6 +195,19 @@ def test_a_token_that_is_nan(bound):
     assert np.isnan(value[[6, 18]]).all()
 
 
+def test_a_token_that_is_nan_is_not_searched():
+    """Such are rows of padding. If it had candidates, all rows would be multiplied, and the hidden ones found."""
+    head = Head(5, 1600, 192)
+    best = head.products.argmax(axis=-1)
+    head.upper[np.arange(5), best] = -LARGE
+    head.values[best // PIECE, np.arange(5)] = -np.inf
+    head.x[2], head.upper[2], head.values[:, 2] = np.nan, np.nan, np.nan
+    index, value = head.run()
+    head.products[np.arange(5), best] = -np.inf
+    assert np.isnan(value[2])
+    np.testing.assert_array_equal(np.delete(index, 2), np.delete(head.products.argmax(axis=-1), 2))
+
+
 @pytest.mark.parametrize("bound", ["close", "none"])
 @pytest.mark.parametrize("row", [0, 300, 1590])
 def test_a_row_that_is_nan(bound, row):
