@@ -25,7 +25,7 @@ CHUNK, TOKENS = 512, 16  # rows of the head, and tokens, whose bounds a program 
 FEW = 48  # candidates of a program that it multiplies one by one; if there are more it multiplies all of its rows
 ROWS, DEPTH, STAGES = 64, 128, 2  # rows and inputs of a step that multiplies all of them, and steps in flight
 WIDTH = 1024  # inputs of a single row that are read at a time: 16 bytes for each thread
-WARPS = 4  # of the programs of both kernels, which thereby sum a product in one order
+WARPS = 4  # of the programs of both kernels
 
 State = tuple[jax.Array, jax.Array]  # of each token of a program: the largest product so far, and its row
 

@@ -1,6 +1,6 @@
 """The largest of what the pieces of a head have, on Pallas' Triton backend: one program a token.
 
-XLA sorts out columns slowly: 12 to 18 us for 1,940 pieces and 8 to 16 tokens (H200).
+XLA reduces columns slowly: 12 to 18 us for 1,940 pieces and 8 to 16 tokens (H200).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The copy (``screen``) is multiplied by integers on tensor cores (this kernel), which gives each product an upper bound.
 Then exact products are computed of the rows whose bound reaches the best one's exact product (``candidates``).
 
-As many CTAs as there are multiprocessors go from tile to tile of the copy, some rows each. A producer warpgroup starts
-TMA copies into a ring in shared memory; two consumers have half of a tile's rows each, and both terms of all tokens.
+As many CTAs as there are multiprocessors go from tile to tile of the copy. A producer warpgroup starts TMA copies into
+a ring in shared memory; two consumers have half of a tile's rows each, and both terms of all tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ CONSUMERS = 2
 TILES = (128, 256), (192, 128)  # rows of the head, and inputs of a step: longer runs of a row are read faster
 _LEAST_STAGES = 4  # of the first kind of tile; with fewer the second is faster
 _MIN_ROWS = 192  # of the head: the widest tile
-_PART = 32  # columns that are finished at a time, and those of a tile of bounds, which heads must be a multiple of
-_MIN_BYTES = 1 << 28  # of a head: some 22 us more than reading it are the same for all
+_PART = 32  # columns that are finished at a time; TMA stores bounds in tiles of so many, which must divide a head
+_MIN_BYTES = (
+    1 << 28
+)  # of a head, read in some 65 us; its copy in half of that, and the other kernels take 22 (BENCH.md)
 _MIN_STEPS = 8  # of 128 bytes of a tile
 _ROUNDED = 2.0**-8  # of a bound: at least what bfloat16 rounds down
 
