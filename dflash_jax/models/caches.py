@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.spec import GatedDelta, LayerMask
 from pallas_kernels.gated_delta import Weights
-from pallas_kernels.lib.rotary import Rotary
+from pallas_kernels.lib.rotary import Rotary, gated
 
 
 @runtime_checkable
@@ -27,7 +27,8 @@ class KVCache(Protocol):
 
         Args:
             layer: index of the layer.
-            heads: projected heads; each kv head has J - 2 query heads, its key and its value, side by side.
+            heads: projected heads; each kv head has its query heads, its key and its value side by side, and gates in
+                front of them where `rotary` says so.
             rotary: scales, norms and RoPE, which are applied to the heads first.
             positions: absolute positions of the tokens, int32; tokens at negative ones are not stored.
 
@@ -56,9 +57,10 @@ class KVCache(Protocol):
         kv_length: Int[Array, " B"],
         mask: LayerMask,
     ) -> tuple[Float[Array, "B T N H"], KVCache]:
-        """`write`, then `attend` with the queries of these heads."""
+        """`write`, then `attend` with the queries of these heads, and multiply by the sigmoids of their gates."""
         q, cache = self.write(layer, heads, rotary, positions)
-        return cache.attend(layer, q, positions, kv_length, mask), cache
+        out = cache.attend(layer, q, positions, kv_length, mask)
+        return gated(out, heads) if rotary.has_gates else out, cache
 
 
 @runtime_checkable

@@ -123,8 +123,8 @@ class TargetModel(nn.Module):
         if not last.has_attention:
             return before
         h = rms_norm(before, last.norms["input_layernorm"], self.config.rms_norm_eps)
-        heads, gates, rotary = last.self_attn.heads(h, rope_tables(self.config, positions))
-        queries = Queries(split_heads(heads, rotary)[0], gates)
+        heads, rotary = last.self_attn.heads(h, rope_tables(self.config, positions))
+        queries = Queries(split_heads(heads, rotary)[0], heads if rotary.has_gates else None)
         _, hidden = last.attend(before, queries, self.weights["norm"], positions, positions.max(axis=1) + 1, cache)
         return plain(hidden, "the head of a target")
 

@@ -1,7 +1,8 @@
 """Norm and RoPE of a layer's heads between projection and attention, in plain jnp and differentiable.
 
 Projections that read the same input are one array, so a layer's heads come as ``[.., K, J, H]``: each kv head has its
-J - 2 query heads, its key and its value side by side. Kernels follow these definitions.
+J - 2 query heads, its key and its value side by side. Where the attention's output has gates (Qwen3.5), a kv head has
+those of its R query heads in front of them, and J is 2 R + 2. Kernels follow these definitions.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class Rotary:
         scales: float32 scales of tokens and of columns, for heads that are products of fp8 numbers; all heads are
             multiplied by both first. None is 1.
         eps: of both norms.
+        has_gates: whether gates lie in front of the queries. They stay as they are; whoever attends multiplies the
+            output by their sigmoids.
     """
 
     cos: Float[Array, "*T H2"]
@@ -38,6 +41,24 @@ class Rotary:
     k_norm: Float[Array, " H"] | None = None
     scales: tuple[Float[Array, "*T"], Float[Array, "K J H"]] | None = None
     eps: float = field(default=1e-6, metadata={"static": True})
+    has_gates: bool = field(default=False, metadata={"static": True})
+
+
+def num_gates(heads: Any, rotary: Rotary | None) -> int:
+    """How many gates a kv head of ``[.., K, J, H]`` has, which lie in front of as many query heads."""
+    return (heads.shape[-2] - 2) // 2 if rotary is not None and rotary.has_gates else 0
+
+
+def num_queries(heads: Any, rotary: Rotary | None) -> int:
+    """How many query heads a kv head of ``[.., K, J, H]`` has."""
+    return heads.shape[-2] - 2 - num_gates(heads, rotary)
+
+
+def gated(out: Float[Array, "*T N H"], heads: Float[Array, "*T K J H"]) -> Float[Array, "*T N H"]:
+    """Attention's output times the sigmoids of the gates in front of the queries, in float32."""
+    *tokens, N, H = out.shape
+    gates = heads[..., : N // heads.shape[-3], :].reshape(*tokens, N, H)
+    return (out.astype(jnp.float32) * jax.nn.sigmoid(gates.astype(jnp.float32))).astype(out.dtype)
 
 
 def rotate(x: Float[Array, "*T N H"], cos: Float[Array, "*T H2"], sin: Float[Array, "*T H2"]) -> Float[Array, "*T N H"]:
@@ -52,15 +73,16 @@ def split_heads(
 ) -> tuple[Float[Array, "*T N H"], Float[Array, "*T K H"], Float[Array, "*T K H"]]:
     """Split heads into queries and keys, normed and rotated, and values.
 
-    Values are only scaled. Without a ``rotary`` all heads stay as they are. N = K * (J - 2), with the query heads of a
-    kv head side by side.
+    Values are only scaled. Without a ``rotary`` all heads stay as they are. The query heads of a kv head lie side by
+    side; gates are left out.
     """
     *tokens, K, J, H = heads.shape
+    R = num_queries(heads, rotary)
     if rotary is not None and rotary.scales is not None:
         of_tokens, of_columns = rotary.scales
         factors = of_tokens[..., None, None, None] * of_columns
         heads = (heads.astype(jnp.float32) * factors).astype(heads.dtype)
-    q, k, v = heads[..., :-2, :].reshape(*tokens, K * (J - 2), H), heads[..., -2, :], heads[..., -1, :]
+    q, k, v = heads[..., J - 2 - R : -2, :].reshape(*tokens, K * R, H), heads[..., -2, :], heads[..., -1, :]
     if rotary is None:
         return q, k, v
 

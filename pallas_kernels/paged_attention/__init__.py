@@ -52,6 +52,7 @@ def paged_attention(
     k_scale: Float[Array, "*K"] | float = 1.0,
     v_scale: Float[Array, "*K"] | float = 1.0,
     valid_from: Int[Array, " B"] | None = None,
+    gates: Float[Array, "B T K _ H"] | None = None,
     implementation: Implementation | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
@@ -77,6 +78,8 @@ def paged_attention(
       k_scale: a stored key times this is the key: a scalar, or one number a kv head.
       v_scale: likewise for values.
       valid_from: first position of each sequence that may be seen (keys below were given back); None is 0.
+      gates: of the output, which is rounded and then multiplied by their sigmoids in float32; of each kv head the first
+        N / K rows are its query heads' gates, and what lies behind them is not read. None multiplies nothing.
       implementation: ``"mosaic"``, ``"triton"`` or ``"reference"``; None picks the fastest that can do the call.
       interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
 
@@ -103,6 +106,7 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         valid_from=valid_from,
+        gates=gates,
     )
     out: Array = PAGED_ATTENTION.function(implementation, (args,), interpret=interpret)(args)
     return out

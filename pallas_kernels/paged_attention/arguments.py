@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import _compat
 from pallas_kernels.lib.int4_kv import KeyRounding, Pages, is_int4
 from pallas_kernels.lib.masks import Mask
-from pallas_kernels.lib.rotary import Rotary
+from pallas_kernels.lib.rotary import Rotary, gated
 
 LOG2E = math.log2(math.e)
 MOST_WIDENED_HEAD = 128  # size of heads; the kernel that wants such copies takes no larger ones
@@ -26,7 +26,7 @@ class Fresh:
     """Projected heads of a call's tokens, for a kernel that rotates them, writes keys and values, and attends.
 
     Attributes:
-        heads: each kv head has its query heads, its key and its value side by side.
+        heads: each kv head has its query heads, its key and its value side by side, perhaps with gates in front.
         slots: where keys and values go in the pools, ``page * S + offset``; -1 writes nothing.
         rotary: norm and RoPE that the heads still need.
         k_rounding: of keys in 4 bits, as for ``write_kv``.
@@ -56,6 +56,7 @@ class Arguments:
     window: int | None = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(metadata={"static": True})
     fresh: Fresh | None = None  # if there are projected heads, q gives the shape of their queries alone
+    gates: Float[Array, "B T K _ H"] | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -87,6 +88,10 @@ class Arguments:
         is_narrow = _compat.is_fp8(self.k_pages.dtype) or is_int4(self.k_pages)
         return jnp.dtype(jnp.float16) if is_narrow else self.k_pages.dtype
 
+    def gated(self, out: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+        """The output with its gates applied, for an implementation that does not end with ``combine``."""
+        return out if self.gates is None else gated(out, self.gates)
+
     @property
     def scores_scale(self) -> Float[Array, " K"]:
         """The factor that makes a product q.k a base-2 logit."""
@@ -107,6 +112,7 @@ def checked(
     k_scale: Any,
     v_scale: Any,
     valid_from: Any,
+    gates: Any = None,
 ) -> Arguments:
     """Check shapes and dtypes of a call, and fill in its defaults.
 
@@ -131,6 +137,10 @@ def checked(
         raise ValueError(f"mask must be 'causal' or 'block'; got {mask!r}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 (a query's own position counts); got {window}")
+    if gates is not None and (
+        gates.shape[:3] != (B, T, K) or gates.shape[4:] != (H,) or gates.shape[3] < N // K or gates.dtype != q.dtype
+    ):
+        raise ValueError(f"gates must be {q.dtype}[{B}, {T}, {K}, {N // K} or more, {H}]; got {_spec(gates)}")
     return Arguments(
         q,
         k_pages,
@@ -144,6 +154,7 @@ def checked(
         mask=mask,
         window=window,
         scale=H**-0.5 if scale is None else float(scale),
+        gates=gates,
     )
 
 

@@ -1,10 +1,11 @@
-"""Merging the splits of a call: the softmax over all keys from the softmaxes over parts of them."""
+"""Merging the splits of a call: the softmax over all keys from the softmaxes over parts of them, and output gates."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
@@ -31,14 +32,15 @@ def combine(
       acc: sums of values weighted with ``2 ** (logit - highest)``, unnormalised.
       highest: largest base-2 logit of each row in the split; it may have more rows than ``acc``.
       total: sums of the weights.
-      args: the call.
+      args: the call. Gates are read where a projection has left them; XLA takes two kernels of 1.7 us to apply them.
       head_rows: rows of a head, if those of a head lie together: row is head * head_rows + token. Those past
         ``q_length`` may hold anything then, and become zeros. 0 says that heads of a token lie together: row is
         token * group + head.
       interpret: run in Pallas' interpreter.
     """
     B, T, N, H = args.q.shape
-    inputs = _compat.vary_alike(acc, highest, total, args.v_scale, args.q_length)
+    gates = () if args.gates is None else (args.gates,)
+    inputs = _compat.vary_alike(acc, highest, total, args.v_scale, args.q_length, *gates)
     [out] = _compat.triton_call(
         functools.partial(_merge, group=args.group, splits=acc.shape[2], head_rows=head_rows),
         grid=(T * args.group, args.kv_heads, B),
@@ -52,10 +54,11 @@ def combine(
 
 
 def _merge(
-    acc: Any, highest: Any, total: Any, v_scale: Any, q_length: Any, out: Any, *, group: int, splits: int,
+    acc: Any, highest: Any, total: Any, v_scale: Any, q_length: Any, *gates_and_out: Any, group: int, splits: int,
     head_rows: int,
 ) -> None:  # fmt: skip
     """One program: one row of one kv head of one sequence, all its splits at once."""
+    *gates, out = gates_and_out
     number, head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     token, of_group = number // group, number % group
     row = of_group * head_rows + token if head_rows else number
@@ -73,4 +76,8 @@ def _merge(
     denominator = (weights * totals).sum(0)
     merged = jnp.where(used[:, None], parts * weights[:, None], 0.0).sum(0)
     merged *= v_scale[head] / jnp.where(denominator > 0, denominator, 1.0)
-    out[b, token, head * group + of_group, :] = merged.astype(out.dtype)
+    merged = merged.astype(out.dtype)
+    for of_heads in gates:
+        opened = jax.nn.sigmoid(of_heads[b, token, head, of_group, :].astype(jnp.float32))
+        merged = (merged.astype(jnp.float32) * opened).astype(out.dtype)
+    out[b, token, head * group + of_group, :] = merged

@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import _compat
 from pallas_kernels.lib.halves import Halves, half_rows, positioned, quantised, scaled
+from pallas_kernels.lib.rotary import num_gates
 from pallas_kernels.paged_attention.arguments import Fresh
 
 _Program = tuple[Any, Any]  # sequence and kv head
@@ -25,7 +26,7 @@ def queries(fresh: Fresh, program: _Program, token: jax.Array, n: jax.Array) -> 
         token: of each row.
         n: of each row, its query head within the group.
     """
-    return _rotated(fresh, program, token, n, fresh.rotary.q_norm)
+    return _rotated(fresh, program, token, num_gates(fresh.heads, fresh.rotary) + n, fresh.rotary.q_norm)
 
 
 def rows(tokens: int) -> int:

@@ -227,7 +227,7 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     )(*inputs)
     results = _compat.vary_alike(*results, *inputs)[: len(results)]  # Mosaic does not mark its outputs as varying
     if config.splits == 1:
-        return results[0][:, :T].reshape(B, T, N, H)
+        return args.gated(results[0][:, :T].reshape(B, T, N, H))
     acc, highest, total = (x.reshape(*x.shape[:3], -1, *x.shape[5:]) for x in results)
     return combine(acc, highest, total, args=args, head_rows=head_rows(T), interpret=False)
 

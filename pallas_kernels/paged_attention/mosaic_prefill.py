@@ -121,9 +121,8 @@ def paged_attention(args: Arguments) -> Float[Array, "B T N H"]:
         },
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*inputs)
-    return _compat.vary_alike(*results, *inputs)[0][:, :T].reshape(
-        B, T, N, H
-    )  # Mosaic does not mark its outputs as varying
+    out = _compat.vary_alike(*results, *inputs)[0]  # Mosaic does not mark its outputs as varying
+    return args.gated(out[:, :T].reshape(B, T, N, H))
 
 
 @dataclasses.dataclass(frozen=True)

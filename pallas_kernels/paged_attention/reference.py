@@ -58,7 +58,7 @@ def paged_attention(args: Arguments) -> Float[Array, "B T N H"]:
     _, _, total, out = lax.while_loop(lambda state: state[0] < end, attend, start)
     out = out * (args.v_scale[:, None, None] / jnp.where(total > 0, total, 1))
     out = out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4)
-    return out.reshape(B, T, N, H).astype(args.q.dtype)
+    return args.gated(out.reshape(B, T, N, H).astype(args.q.dtype))
 
 
 def _steps(args: Arguments, keys: int) -> tuple[Int[Array, ""], Int[Array, ""]]:

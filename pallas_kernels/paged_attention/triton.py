@@ -143,7 +143,8 @@ def _call(args: Arguments, interpret: bool, config: Config | None) -> tuple[Any,
         name="paged_attention",
     )(*jax.tree.unflatten(tree, inputs))
     written, results = outputs[: len(pools)], outputs[len(pools) :]
-    return results[0] if splits == 1 else combine(*results, args=args, interpret=interpret), *written
+    out = args.gated(results[0]) if splits == 1 else combine(*results, args=args, interpret=interpret)
+    return out, *written
 
 
 def _attend(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import registry
 from pallas_kernels.lib.int4_kv import KeyRounding, Pages
 from pallas_kernels.lib.masks import Mask
-from pallas_kernels.lib.rotary import Rotary
+from pallas_kernels.lib.rotary import Rotary, num_queries
 from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import Arguments, Fresh, checked
 from pallas_kernels.registry import FP8_GPUS
@@ -68,7 +68,7 @@ def write_attend(
     Args:
       k_pages: pool of keys, as for ``write_kv``.
       v_pages: pool of values.
-      heads: as for ``write_kv``, with at least one query head.
+      heads: as for ``write_kv``, with at least one query head. The output is multiplied by the sigmoids of their gates.
       slots: as for ``write_kv``; the slot of token t is where ``page_table`` has position ``kv_length - q_length + t``,
         and -1 past ``q_length``. If a slot before that is -1, what other tokens see of its token is undefined.
       rotary: as for ``write_kv``, and not None.
@@ -102,8 +102,9 @@ def write_attend(
             f"{list(heads.shape)} and {type(rotary).__name__}"
         )
     B, T, K, J, H = heads.shape
+    R = num_queries(heads, rotary)
     args = checked(
-        heads[..., :-2, :].reshape(B, T, K * (J - 2), H),
+        heads[..., J - 2 - R : -2, :].reshape(B, T, K * R, H),
         k_pages,
         v_pages,
         page_table,
@@ -115,6 +116,7 @@ def write_attend(
         k_scale=k_scale,
         v_scale=v_scale,
         valid_from=valid_from,
+        gates=heads if rotary.has_gates else None,
     )
     check_rounding(k_pages, k_rounding, (K, H))
     args = dataclasses.replace(args, fresh=Fresh(heads, slots.astype(jnp.int32), rotary, k_rounding))

@@ -52,6 +52,7 @@ def _one_after_the_other(args: Arguments, implementation: Literal["reference"] |
         k_scale=args.k_scale,
         v_scale=args.v_scale,
         valid_from=args.valid_from,
+        gates=args.gates,
         implementation=implementation,
         interpret=interpret,
     )

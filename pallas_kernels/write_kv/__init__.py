@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import registry
 from pallas_kernels.lib import int4_kv
 from pallas_kernels.lib.int4_kv import KeyRounding, Pages
-from pallas_kernels.lib.rotary import Rotary
+from pallas_kernels.lib.rotary import Rotary, num_queries
 from pallas_kernels.registry import FP8_GPUS
 
 Implementation = Literal["triton", "reference"]
@@ -52,8 +52,8 @@ def write_kv(
       k_pages: pool of keys, S tokens a page; bf16, f16, f32, float8_e4m3fn or float8_e5m2, or 4 bits
         (``lib.int4_kv``).
       v_pages: pool of values, like ``k_pages``.
-      heads: projected heads of any number of tokens (any leading axes). Each kv head has its J - 2 query heads (there
-        may be none), its key and its value side by side.
+      heads: projected heads of any number of tokens (any leading axes). Each kv head has its query heads (there may be
+        none), its key and its value side by side, and in front of them as many gates as queries if ``rotary`` says so.
       slots: where each token goes: ``page * S + offset``; -1 writes nothing. No slot may occur twice.
       rotary: scales of all heads, norms and RoPE of queries and keys, with tables that have the leading axes of
         ``slots``; None leaves heads as they are.
@@ -64,9 +64,9 @@ def write_kv(
       interpret: run the Triton kernel in Pallas' interpreter, on any backend (tests).
 
     Returns:
-      The queries in heads' dtype, N = K * (J - 2), those of a kv head side by side, also for tokens that write nothing;
-      and the two pools, in which only the slots have changed. Numbers too large for the pool's dtype are stored as its
-      largest, never as NaN or infinity.
+      The queries in heads' dtype, those of a kv head side by side, also for tokens that write nothing; and the two
+      pools, in which only the slots have changed. Numbers too large for the pool's dtype are stored as its largest,
+      never as NaN or infinity.
 
     Raises:
       ValueError: shapes that do not belong together; the message prints them.
@@ -88,7 +88,7 @@ def write_kv(
         _scales("v_scale", v_scale, (K,)),
         k_rounding,
     )
-    return queries.reshape(*slots.shape, K * (J - 2), H), k_pages, v_pages
+    return queries.reshape(*slots.shape, K * num_queries(heads, rotary), H), k_pages, v_pages
 
 
 def write_context(
@@ -219,6 +219,8 @@ def _check_rotary(rotary: Rotary | None, tokens: tuple[int, ...], heads: tuple[i
     ):
         if x is not None and list(x.shape) != wanted:
             raise ValueError(f"rotary.{name} must be {wanted}, as heads and slots are; got {list(x.shape)}")
+    if rotary.has_gates and (heads[1] < 4 or heads[1] % 2):
+        raise ValueError(f"heads with gates must have J = 2 R + 2 for R queries, at least 4; got J={heads[1]}")
 
 
 def _check_layers(heads: Sequence[Any], rotary: Rotary, k_norms: Sequence[Any], first_pages: Mapping[int, int]) -> None:
@@ -228,8 +230,8 @@ def _check_layers(heads: Sequence[Any], rotary: Rotary, k_norms: Sequence[Any], 
             "heads must have a key and a value for each layer of k_norms, and first_pages must name some of these "
             f"layers; got {rows}, {len(layers)} and {list(first_pages)}"
         )
-    if rotary.q_norm is not None or rotary.k_norm is not None or rotary.scales is not None:
-        raise ValueError("rotary must have no norms, which k_norms gives for each layer, and no scales")
+    if rotary.q_norm is not None or rotary.k_norm is not None or rotary.scales is not None or rotary.has_gates:
+        raise ValueError("rotary must have no norms, which k_norms gives for each layer, no scales and no gates")
 
 
 def _scales(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:

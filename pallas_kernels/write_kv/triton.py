@@ -19,7 +19,7 @@ from pallas_kernels import _compat
 from pallas_kernels.lib.halves import Halves, half_rows, positioned, quantised, scaled
 from pallas_kernels.lib.int4_halves import packed
 from pallas_kernels.lib.int4_kv import KeyRounding, Pages, is_int4, narrow_bytes
-from pallas_kernels.lib.rotary import Rotary, pairs_of
+from pallas_kernels.lib.rotary import Rotary, num_gates, num_queries, pairs_of
 
 _GIB = 1 << 30
 
@@ -54,12 +54,12 @@ def write_kv(
     """See ``pallas_kernels.write_kv``."""
     if reason := refusal(k_pages):
         raise NotImplementedError(reason)
-    T, K, J, H = heads.shape
-    shape = (T, K * (J - 2), H)
+    T, K, _, H = heads.shape
+    shape = (T, K * num_queries(heads, rotary), H)
     if T == 0:
-        return heads.reshape(shape), k_pages, v_pages
+        return jnp.zeros(shape, heads.dtype), k_pages, v_pages
     operands = (k_pages, v_pages, heads, slots, rotary, k_scale, v_scale, k_rounding)
-    queries = [(shape, heads.dtype)] * (J > 2)
+    queries = [(shape, heads.dtype)] * (shape[1] > 0)
     k_pages, v_pages, *outputs = _call(
         _write, operands, queries, grid=(T, K), num_warps=num_warps, interpret=interpret, name="write_kv"
     )
@@ -118,14 +118,15 @@ def _write(
     """One program: one token's heads of one kv head. ``rotary`` is a Rotary of references."""
     del k_in, v_in  # the outputs are aliases of them
     token, head = pl.program_id(0), pl.program_id(1)
-    R, S, slot = heads.shape[2] - 2, k_pages.shape[2], slots[token]
+    R, S, slot = num_queries(heads, rotary), k_pages.shape[2], slots[token]
+    first, key = num_gates(heads, rotary), heads.shape[2] - 2
     q_norm, k_norm = (None, None) if rotary is None else (rotary.q_norm, rotary.k_norm)
 
     def load_half_heads(load: Callable[..., Halves]) -> Halves:
         """Scaled halves of heads; ``load`` reads them from a reference, given the indices in front of the head."""
         return scaled(load(heads, token), rotary, lambda scales: scales[token], load)
 
-    k, v = (load_half_heads(lambda ref, *index, row=row: _halves(ref, *index, head, row)) for row in (R, R + 1))
+    k, v = (load_half_heads(lambda ref, *index, row=row: _halves(ref, *index, head, row)) for row in (key, key + 1))
     rotate = functools.partial(_positioned, rotary=rotary, token=token)
     k = rotate(k, k_norm)
 
@@ -134,7 +135,7 @@ def _write(
         exists = (row < R)[:, None]
 
         def load(ref: Any, *index: Any) -> Halves:
-            return [pltriton.load(x, mask=exists, other=0.0) for x in half_rows(ref, *index, head, row)]
+            return [pltriton.load(x, mask=exists, other=0.0) for x in half_rows(ref, *index, head, first + row)]
 
         q = rotate(load_half_heads(load), q_norm)
         for x, target in zip(q, half_rows(queries[0], token, head * R + row), strict=True):

@@ -91,6 +91,42 @@ def test_matches_brute_force(geometry, attend):
     check()
 
 
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        Geometry(B=3, T=4, N=4, K=2, mask="block"),  # keys in splits, whose merge applies gates
+        Geometry(B=80, T=1, N=8, K=2, M=1),  # without splits
+        *(
+            pytest.param(g, marks=on_gpus)
+            for g in (
+                Geometry(B=7, T=16, N=12, K=2, H=256, S=64, M=3),
+                Geometry(B=70, T=16, N=8, K=2, H=128, S=64, M=2),
+                Geometry(B=1, T=130, N=12, K=1, H=256, S=64, M=3),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_gates_multiply_the_output(geometry, attend):
+    """Gates are rows of a projection, of which others are NaN."""
+    g, R = geometry, geometry.N // geometry.K
+    call = random_call(g, 5, [g.M * g.S] * g.B, [g.T] * g.B, scales=True)
+    plain = call.run(attend)
+    channels = np.full((g.B, g.T, g.K, 2 * R + 2, g.H), np.nan, BF16)
+    channels[..., :R, :] = np.random.default_rng(1).standard_normal((g.B, g.T, g.K, R, g.H)) * 4
+    found = np.asarray(attend(*call.arguments, **call.options, gates=channels), np.float64)
+    opened = 1 / (1 + np.exp(-channels[..., :R, :].astype(np.float64).reshape(found.shape)))
+    np.testing.assert_allclose(found, plain * opened, rtol=2**-8, atol=1e-30)
+
+
+def test_gates_of_another_shape_are_refused():
+    call = random_call(Geometry(B=2, T=3, N=4, K=2), 0, [5, 5], [3, 3])
+    with pytest.raises(
+        ValueError, match=r"gates must be bfloat16\[2, 3, 2, 2 or more, 64\]; got bfloat16\[2, 3, 2, 1, 64\]"
+    ):
+        paged_attention(*call.arguments, gates=np.zeros((2, 3, 2, 1, 64), BF16))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize(

@@ -174,6 +174,22 @@ def test_any_number_of_tokens(how, tokens):
     check((case := call(dataclasses.replace(VERIFY, T=tokens), [80, 41, tokens])).outputs(**how), case)
 
 
+@pytest.mark.parametrize(("dtype", "tokens"), [(BF16, 16), (E4M3, 5)])
+def test_gates_multiply_the_output(how, dtype, tokens):
+    """Heads with gates in front give what those without give, times sigmoids; some tokens have infinite gates."""
+    case = call(dataclasses.replace(VERIFY, T=tokens, dtype=dtype), [70, 16, 32])
+    B, T, K, J, H = case.heads.shape
+    gates = np.asarray(np.random.default_rng(3).standard_normal((B, T, K, J - 2, H)) * 4, BF16)
+    gates[0, 0], gates[1, 1] = np.inf, -np.inf
+    heads = jnp.concatenate([gates, case.heads], axis=3)
+    with_gates = dataclasses.replace(case, heads=heads, rotary=dataclasses.replace(case.rotary, has_gates=True))
+    out, *written = case.outputs(**how)
+    found, *found_pools = with_gates.outputs(**how)
+    opened = 1 / (1 + np.exp(-gates.astype(np.float64).reshape(out.shape)))
+    np.testing.assert_allclose(np.asarray(found, np.float64), np.asarray(out, np.float64) * opened, rtol=2**-8)
+    check_pools(found_pools, [np.asarray(pool) for pool in written])
+
+
 def test_reference():
     case = call(VERIFY, [70, 16, 32])
     outputs = write_attend(
@@ -250,6 +266,9 @@ def test_refuses_in_a_sentence():
         dataclasses.replace(case, heads=case.heads[:, :, :, 4:]).outputs()
     with pytest.raises(ValueError, match=r"have a rotary; got .* and NoneType"):
         dataclasses.replace(case, rotary=None).outputs()
+    rotary = dataclasses.replace(case.rotary, has_gates=True)
+    with pytest.raises(ValueError, match=r"must have J = 2 R \+ 2 for R queries, at least 4; got J=5"):
+        dataclasses.replace(case, heads=case.heads[:, :, :, 1:], rotary=rotary).outputs()
     with pytest.raises(ValueError, match="heads must be"):
         dataclasses.replace(case, slots=case.slots[:2]).outputs()
 

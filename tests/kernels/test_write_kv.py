@@ -105,6 +105,16 @@ def test_leading_axes_are_tokens(write):
     same_bits(found[2], np.asarray(flat[1]))
 
 
+@pytest.mark.parametrize("group", [1, 3])
+def test_gates_in_front_of_the_queries_are_not_read(write, group):
+    heads, rotary, slots = tokens(group=group), rotary_of(BF16, "norms"), np.arange(T, dtype=np.int32)
+    expected = write(*pools(BF16), heads, slots, rotary)
+    with_gates = np.concatenate([np.full((T, K, group, H), np.nan, BF16), heads], axis=2)
+    found = write(*pools(BF16), with_gates, slots, dataclasses.replace(rotary, has_gates=True))
+    for array, wanted in zip(found, expected, strict=True):
+        same_bits(array, np.asarray(wanted))
+
+
 @pytest.mark.parametrize("rotary", [None, "norms"])
 def test_no_token_at_all(write, rotary):
     k_pages, v_pages = pools(BF16)

@@ -34,7 +34,7 @@ from dflash_jax.state.paged_kv import PagedKVCache, Place
 from pallas_kernels.gated_delta import Weights
 from pallas_kernels.lib import int4_kv
 from pallas_kernels.lib.int4_kv import KeyRounding
-from pallas_kernels.lib.rotary import Rotary
+from pallas_kernels.lib.rotary import Rotary, gated, num_queries
 
 TOKENS = 256  # of the prompt
 SINKS = 4  # first tokens, to which all others attend and whose keys are unlike theirs
@@ -125,7 +125,7 @@ class Watched:
     ) -> tuple[Float[Array, "B T N H"], Watched]:
         """See `KVCache.write`."""
         q, cache = self.cache.write(layer, heads, rotary, positions)
-        rows = q.astype(jnp.float32).reshape(-1, heads.shape[2], heads.shape[3] - 2, q.shape[-1])
+        rows = q.astype(jnp.float32).reshape(-1, heads.shape[2], num_queries(heads, rotary), q.shape[-1])
         sums = jnp.einsum("tkgh,tkgi->khi", rows, rows, precision=lax.Precision.HIGHEST)
         moments = self.moments | {layer: sums / (rows.shape[0] * rows.shape[2])}
         return q, Watched(cache, moments)
@@ -152,7 +152,8 @@ class Watched:
     ) -> tuple[Float[Array, "B T N H"], Watched]:
         """See `KVCache.write_attend`."""
         q, after = self.write(layer, heads, rotary, positions)
-        return after.attend(layer, q, positions, kv_length, mask), after
+        out = after.attend(layer, q, positions, kv_length, mask)
+        return gated(out, heads) if rotary.has_gates else out, after
 
     def advance(
         self,

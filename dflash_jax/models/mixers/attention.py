@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -18,7 +17,7 @@ from dflash_jax.weights.formats.protocol import QuantizedRows
 from dflash_jax.weights.formats.weight import weight_of
 from dflash_jax.weights.parameters import declare
 from dflash_jax.weights.tables import attention_table
-from pallas_kernels.lib.rotary import Rotary
+from pallas_kernels.lib.rotary import Rotary, gated
 
 
 class Queries(NamedTuple):
@@ -26,11 +25,12 @@ class Queries(NamedTuple):
 
     Attributes:
         heads: the queries, with norm and RoPE applied.
-        gates: what a sigmoid of which multiplies the attention's output; None where the model has no such gate.
+        gates: of each kv head the first rows, whose sigmoids multiply the attention's output; None where the model has
+            no such gates.
     """
 
     heads: Float[Array, "B T N H"]
-    gates: Float[Array, "B T N H"] | None
+    gates: Float[Array, "B T K J H"] | None
 
 
 class Attention(nn.Module):
@@ -61,45 +61,37 @@ class Attention(nn.Module):
         cache: KVCache,
     ) -> tuple[Float[Array, "B T N H"], KVCache]:
         """Store keys and values of normed inputs x, and attend."""
-        heads, gates, rotary = self.heads(x, rope)
-        out, cache = cache.write_attend(self.index, heads, rotary, positions, kv_length, self.mixer.mask)
-        return _gated(out, gates), cache
+        heads, rotary = self.heads(x, rope)
+        return cache.write_attend(self.index, heads, rotary, positions, kv_length, self.mixer.mask)
 
     def write(
         self, x: Float[Array, "B T D"] | QuantizedRows, rope: Rope, positions: Int[Array, "B T"], cache: KVCache
     ) -> tuple[Queries, KVCache]:
         """The first half of a call: store keys and values."""
-        heads, gates, rotary = self.heads(x, rope)
+        heads, rotary = self.heads(x, rope)
         q, cache = cache.write(self.index, heads, rotary, positions)
-        return Queries(q, gates), cache
+        return Queries(q, heads if rotary.has_gates else None), cache
 
     def attend(
         self, queries: Queries, positions: Int[Array, "B T"], kv_length: Int[Array, " B"], cache: KVCache
     ) -> Float[Array, "B T N H"]:
         """The second half of a call, for as many tokens as there are queries."""
-        return _gated(cache.attend(self.index, queries.heads, positions, kv_length, self.mixer.mask), queries.gates)
+        out = cache.attend(self.index, queries.heads, positions, kv_length, self.mixer.mask)
+        return out if queries.gates is None else gated(out, queries.gates)
 
-    def heads(
-        self, x: Float[Array, "B T D"] | QuantizedRows, rope: Rope
-    ) -> tuple[Float[Array, "B T K J H"], Float[Array, "B T N H"] | None, Rotary]:
-        """Project to [q..q, k, v] for each kv head, J heads side by side.
+    def heads(self, x: Float[Array, "B T D"] | QuantizedRows, rope: Rope) -> tuple[Float[Array, "B T K J H"], Rotary]:
+        """Project to [q..q, k, v] for each kv head, J heads side by side, with gates of the output in front.
 
         Returns:
-            The heads, their queries' gates if there are any, and the scales, norms and rotation that the cache still
-            has to apply to the heads.
+            The heads, and the scales, norms and rotation that the cache still has to apply to them.
         """
         if "qkv_proj" not in self.weights:
-            return jnp.concatenate([self._project("q_proj", x), self.keys_values(x)], axis=-2), None, self._rotary(rope)
-        if self.config.has_gated_attention:
-            heads = self._project("qkv_proj", x)
-            num_gates = self.config.num_attention_heads // self.config.num_key_value_heads
-            gates = heads[..., :num_gates, :].reshape(*heads.shape[:2], -1, heads.shape[-1])
-            return heads[..., num_gates:, :], gates, self._rotary(rope)
+            return jnp.concatenate([self._project("q_proj", x), self.keys_values(x)], axis=-2), self._rotary(rope)
         weight = weight_of(self.weights["qkv_proj"])
-        if "qkv_proj_bias" in self.weights or weight.needs_kernels:
-            return self._project("qkv_proj", x), None, self._rotary(rope)
+        if self.config.has_gated_attention or "qkv_proj_bias" in self.weights or weight.needs_kernels:
+            return self._project("qkv_proj", x), self._rotary(rope)
         heads, scales = weight.unscaled(x, kernels=self.devices.is_single)
-        return heads.reshape(*x.shape[:2], *weight.shape[:-1]), None, self._rotary(rope, scales)
+        return heads.reshape(*x.shape[:2], *weight.shape[:-1]), self._rotary(rope, scales)
 
     def keys_values(self, x: Float[Array, "B T D"] | QuantizedRows) -> Float[Array, "B T K 2 H"]:
         """Project to [k, v] for each kv head; drafters only, whose queries have a weight of their own."""
@@ -111,9 +103,4 @@ class Attention(nn.Module):
     def _rotary(self, rope: Rope, scales: tuple[Array, Array] | None = None) -> Rotary:
         """What heads need before attention; `scales` are those of an fp8 product, for each token and each output."""
         norms = self.weights.get("q_norm"), self.weights.get("k_norm")
-        return Rotary(*rope, *norms, scales, self.config.rms_norm_eps)
-
-
-def _gated(out: Float[Array, "B T N H"], gates: Float[Array, "B T N H"] | None) -> Float[Array, "B T N H"]:
-    """Attention's output times its gates, if there are any."""
-    return out if gates is None else out * jax.nn.sigmoid(gates)
+        return Rotary(*rope, *norms, scales, self.config.rms_norm_eps, self.config.has_gated_attention)
