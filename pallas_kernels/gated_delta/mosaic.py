@@ -39,6 +39,7 @@ LEAST_ITEMS = 3
 SHARED_MEMORY = 224 * 1024  # bytes of a CTA: 227 KiB less 3 KiB for barriers and alignment
 MOST_TOKENS = 16  # of a tape, whose rows wait in shared memory beside two states
 LEAST_FOR_PAIRS = 9  # tokens of a block, since a product with 16 costs as much
+LEAST_FILL = 0.2  # of the multiprocessors, by heads; fewer were not measured
 LEAST_FOR_FEW = 12  # where some multiprocessors have no head: a token takes 0.8 us, the product 9.3 (27B, H200)
 
 
@@ -57,12 +58,12 @@ def refusal(kept: Kept, weights: Weights) -> str | None:
 def takes_pairs(inputs: Float[Array, "B T HK _"], gates: Float[Array, "B T HV 2"]) -> bool:
     """Say whether blocks are faster by pairs, and rounding their outputs leaves no more of the errors.
 
-    27B's blocks of 16 take 19.4 -> 15.7 us by pairs for 2 sequences, whose 96 heads are fewer than multiprocessors, and
-    12.9 -> 12.2 for one, which is left as it is; 35B's 21.1 -> 16.9 for 4 (H200).
+    27B's blocks of 16 take 13.9 -> 12.6 us by pairs for one sequence and 19.4 -> 15.7 for two, 35B's 12.8 -> 11.4 for
+    one and 21.1 -> 16.9 for four (H200).
     """
     B, T, heads, _ = gates.shape
     least = LEAST_FOR_PAIRS if B * heads >= _compat.sm_count() else LEAST_FOR_FEW
-    return inputs.dtype.itemsize == 2 and least <= T and 2 * B * heads >= _compat.sm_count()
+    return inputs.dtype.itemsize == 2 and least <= T and B * heads >= LEAST_FILL * _compat.sm_count()
 
 
 @functools.partial(jax.jit, static_argnames=("width", "pairs"))
