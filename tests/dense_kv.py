@@ -15,7 +15,7 @@ from dflash_jax.state.dense_kv import attention, write_each
 from dflash_jax.state.recurrent import shapes_of
 from pallas_kernels.gated_delta import Kept, Weights, reference
 from pallas_kernels.lib.masks import visible
-from pallas_kernels.lib.rotary import Rotary, gated, split_heads
+from pallas_kernels.lib.rotary import Rotary, gated, gates_of, split_heads
 
 
 @jax.tree_util.register_dataclass
@@ -102,8 +102,7 @@ class DenseKVCache:
     ) -> tuple[Float[Array, "B T N H"], DenseKVCache]:
         """`write`, and `attend` by its queries."""
         q, cache = self.write(layer, heads, rotary, positions)
-        out = cache.attend(layer, q, positions, kv_length, mask)
-        return gated(out, heads) if rotary.has_gates else out, cache
+        return gated(cache.attend(layer, q, positions, kv_length, mask), gates_of(heads, rotary)), cache
 
 
 def recur_whole(

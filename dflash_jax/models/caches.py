@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.spec import GatedDelta, LayerMask
 from pallas_kernels.gated_delta import Weights
-from pallas_kernels.lib.rotary import Rotary, gated
+from pallas_kernels.lib.rotary import Rotary, gated, gates_of
 
 
 @runtime_checkable
@@ -59,8 +59,7 @@ class KVCache(Protocol):
     ) -> tuple[Float[Array, "B T N H"], KVCache]:
         """`write`, then `attend` with the queries of these heads, and multiply by the sigmoids of their gates."""
         q, cache = self.write(layer, heads, rotary, positions)
-        out = cache.attend(layer, q, positions, kv_length, mask)
-        return gated(out, heads) if rotary.has_gates else out, cache
+        return gated(cache.attend(layer, q, positions, kv_length, mask), gates_of(heads, rotary)), cache
 
 
 @runtime_checkable

@@ -27,7 +27,7 @@ from dflash_jax.weights.parameters import declare
 from dflash_jax.weights.tables import outer_table
 from pallas_kernels.gated_delta import Weights
 from pallas_kernels.lib.norm import rms_norm
-from pallas_kernels.lib.rotary import split_heads
+from pallas_kernels.lib.rotary import gates_of, split_heads
 
 
 class TargetModel(nn.Module):
@@ -124,7 +124,7 @@ class TargetModel(nn.Module):
             return before
         h = rms_norm(before, last.norms["input_layernorm"], self.config.rms_norm_eps)
         heads, rotary = last.self_attn.heads(h, rope_tables(self.config, positions))
-        queries = Queries(split_heads(heads, rotary)[0], heads if rotary.has_gates else None)
+        queries = Queries(split_heads(heads, rotary)[0], gates_of(heads, rotary))
         _, hidden = last.attend(before, queries, self.weights["norm"], positions, positions.max(axis=1) + 1, cache)
         return plain(hidden, "the head of a target")
 

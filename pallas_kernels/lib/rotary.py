@@ -54,11 +54,23 @@ def num_queries(heads: Any, rotary: Rotary | None) -> int:
     return heads.shape[-2] - 2 - num_gates(heads, rotary)
 
 
-def gated(out: Float[Array, "*T N H"], heads: Float[Array, "*T K J H"]) -> Float[Array, "*T N H"]:
-    """Attention's output times the sigmoids of the gates in front of the queries, in float32."""
+def gates_of(heads: Float[Array, "*T K J H"], rotary: Rotary) -> Float[Array, "*T K J H"] | None:
+    """The heads if their first rows are gates, else None."""
+    return heads if rotary.has_gates else None
+
+
+def gated(out: Float[Array, "*T N H"], gates: Float[Array, "*T K _ H"] | None) -> Float[Array, "*T N H"]:
+    """Attention's output times the sigmoids of its gates, in float32; without gates as it is.
+
+    Args:
+        out: the output, whose heads of a kv head lie side by side.
+        gates: of each kv head the first N / K rows.
+    """
+    if gates is None:
+        return out
     *tokens, N, H = out.shape
-    gates = heads[..., : N // heads.shape[-3], :].reshape(*tokens, N, H)
-    return (out.astype(jnp.float32) * jax.nn.sigmoid(gates.astype(jnp.float32))).astype(out.dtype)
+    opened = jax.nn.sigmoid(gates[..., : N // gates.shape[-3], :].astype(jnp.float32))
+    return (out.astype(jnp.float32) * opened.reshape(*tokens, N, H)).astype(out.dtype)
 
 
 def rotate(x: Float[Array, "*T N H"], cos: Float[Array, "*T H2"], sin: Float[Array, "*T H2"]) -> Float[Array, "*T N H"]:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import _compat
 from pallas_kernels.lib.int4_kv import KeyRounding, Pages, is_int4
 from pallas_kernels.lib.masks import Mask
-from pallas_kernels.lib.rotary import Rotary, gated
+from pallas_kernels.lib.rotary import Rotary
 
 LOG2E = math.log2(math.e)
 MOST_WIDENED_HEAD = 128  # size of heads; the kernel that wants such copies takes no larger ones
@@ -56,7 +56,7 @@ class Arguments:
     window: int | None = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(metadata={"static": True})
     fresh: Fresh | None = None  # if there are projected heads, q gives the shape of their queries alone
-    gates: Float[Array, "B T K _ H"] | None = None
+    gates: Float[Array, "B T K _ H"] | None = None  # `combine` applies them, else the end of an implementation
 
     @property
     def kv_heads(self) -> int:
@@ -87,10 +87,6 @@ class Arguments:
         """
         is_narrow = _compat.is_fp8(self.k_pages.dtype) or is_int4(self.k_pages)
         return jnp.dtype(jnp.float16) if is_narrow else self.k_pages.dtype
-
-    def gated(self, out: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-        """The output with its gates applied, for an implementation that does not end with ``combine``."""
-        return out if self.gates is None else gated(out, self.gates)
 
     @property
     def scores_scale(self) -> Float[Array, " K"]:

@@ -46,6 +46,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import _compat
 from pallas_kernels.lib import int4_kv
 from pallas_kernels.lib.int4_kv import is_int4
+from pallas_kernels.lib.rotary import gated
 from pallas_kernels.lib.shared_memory import tiled
 from pallas_kernels.paged_attention import mosaic_prefill
 from pallas_kernels.paged_attention.arguments import Arguments
@@ -227,7 +228,7 @@ def paged_attention(args: Arguments, *, config: Config | None = None) -> Float[A
     )(*inputs)
     results = _compat.vary_alike(*results, *inputs)[: len(results)]  # Mosaic does not mark its outputs as varying
     if config.splits == 1:
-        return args.gated(results[0][:, :T].reshape(B, T, N, H))
+        return gated(results[0][:, :T].reshape(B, T, N, H), args.gates)
     acc, highest, total = (x.reshape(*x.shape[:3], -1, *x.shape[5:]) for x in results)
     return combine(acc, highest, total, args=args, head_rows=head_rows(T), interpret=False)
 

@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
+from pallas_kernels.lib.rotary import gated
 from pallas_kernels.lib.shared_memory import tiled
 from pallas_kernels.paged_attention.arguments import (
     MOST_WIDENED,
@@ -122,7 +123,7 @@ def paged_attention(args: Arguments) -> Float[Array, "B T N H"]:
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*inputs)
     out = _compat.vary_alike(*results, *inputs)[0]  # Mosaic does not mark its outputs as varying
-    return args.gated(out[:, :T].reshape(B, T, N, H))
+    return gated(out[:, :T].reshape(B, T, N, H), args.gates)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.lib import int4_kv
 from pallas_kernels.lib.int4_kv import Pages
 from pallas_kernels.lib.masks import visible
+from pallas_kernels.lib.rotary import gated
 from pallas_kernels.paged_attention.arguments import Arguments, key_range, page_range
 
 STEP = 128  # keys of each sequence in a step, in full pages: few enough to stay in a CPU's cache
@@ -58,7 +59,7 @@ def paged_attention(args: Arguments) -> Float[Array, "B T N H"]:
     _, _, total, out = lax.while_loop(lambda state: state[0] < end, attend, start)
     out = out * (args.v_scale[:, None, None] / jnp.where(total > 0, total, 1))
     out = out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4)
-    return args.gated(out.reshape(B, T, N, H).astype(args.q.dtype))
+    return gated(out.reshape(B, T, N, H).astype(args.q.dtype), args.gates)
 
 
 def _steps(args: Arguments, keys: int) -> tuple[Int[Array, ""], Int[Array, ""]]:

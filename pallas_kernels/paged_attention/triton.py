@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import _compat
 from pallas_kernels.lib.int4_kv import Pages, is_int4, narrow_bytes
 from pallas_kernels.lib.masks import visible
+from pallas_kernels.lib.rotary import gated
 from pallas_kernels.paged_attention import fresh
 from pallas_kernels.paged_attention.arguments import Arguments, Fresh, key_range, operand, page_range
 from pallas_kernels.paged_attention.combine import combine
@@ -143,7 +144,7 @@ def _call(args: Arguments, interpret: bool, config: Config | None) -> tuple[Any,
         name="paged_attention",
     )(*jax.tree.unflatten(tree, inputs))
     written, results = outputs[: len(pools)], outputs[len(pools) :]
-    out = args.gated(results[0]) if splits == 1 else combine(*results, args=args, interpret=interpret)
+    out = gated(results[0], args.gates) if splits == 1 else combine(*results, args=args, interpret=interpret)
     return out, *written
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import registry
 from pallas_kernels.lib.int4_kv import KeyRounding, Pages
 from pallas_kernels.lib.masks import Mask
-from pallas_kernels.lib.rotary import Rotary, num_queries
+from pallas_kernels.lib.rotary import Rotary, gates_of, num_queries
 from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.arguments import Arguments, Fresh, checked
 from pallas_kernels.registry import FP8_GPUS
@@ -116,7 +116,7 @@ def write_attend(
         k_scale=k_scale,
         v_scale=v_scale,
         valid_from=valid_from,
-        gates=heads if rotary.has_gates else None,
+        gates=gates_of(heads, rotary),
     )
     check_rounding(k_pages, k_rounding, (K, H))
     args = dataclasses.replace(args, fresh=Fresh(heads, slots.astype(jnp.int32), rotary, k_rounding))

@@ -219,8 +219,9 @@ def _check_rotary(rotary: Rotary | None, tokens: tuple[int, ...], heads: tuple[i
     ):
         if x is not None and list(x.shape) != wanted:
             raise ValueError(f"rotary.{name} must be {wanted}, as heads and slots are; got {list(x.shape)}")
-    if rotary.has_gates and (heads[1] < 4 or heads[1] % 2):
-        raise ValueError(f"heads with gates must have J = 2 R + 2 for R queries, at least 4; got J={heads[1]}")
+    if rotary.has_gates and (heads[1] < 4 or heads[1] % 2 or rotary.scales is not None):
+        have = "" if rotary.scales is None else " and scales"
+        raise ValueError(f"heads with gates must have J = 2 R + 2 for R queries, and no scales; got J={heads[1]}{have}")
 
 
 def _check_layers(heads: Sequence[Any], rotary: Rotary, k_norms: Sequence[Any], first_pages: Mapping[int, int]) -> None:

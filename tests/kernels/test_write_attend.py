@@ -267,8 +267,11 @@ def test_refuses_in_a_sentence():
     with pytest.raises(ValueError, match=r"have a rotary; got .* and NoneType"):
         dataclasses.replace(case, rotary=None).outputs()
     rotary = dataclasses.replace(case.rotary, has_gates=True)
-    with pytest.raises(ValueError, match=r"must have J = 2 R \+ 2 for R queries, at least 4; got J=5"):
+    with pytest.raises(ValueError, match=r"must have J = 2 R \+ 2 for R queries, and no scales; got J=5\n"):
         dataclasses.replace(case, heads=case.heads[:, :, :, 1:], rotary=rotary).outputs()
+    scaled = dataclasses.replace(rotary, scales=(jnp.ones((3, 40)), jnp.ones((2, 6, 64))))
+    with pytest.raises(ValueError, match="and no scales; got J=6 and scales"):
+        dataclasses.replace(case, rotary=scaled).outputs()
     with pytest.raises(ValueError, match="heads must be"):
         dataclasses.replace(case, slots=case.slots[:2]).outputs()
 

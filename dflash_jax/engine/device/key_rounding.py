@@ -34,7 +34,7 @@ from dflash_jax.state.paged_kv import PagedKVCache, Place
 from pallas_kernels.gated_delta import Weights
 from pallas_kernels.lib import int4_kv
 from pallas_kernels.lib.int4_kv import KeyRounding
-from pallas_kernels.lib.rotary import Rotary, gated, num_queries
+from pallas_kernels.lib.rotary import Rotary, gated, gates_of, num_queries
 
 TOKENS = 256  # of the prompt
 SINKS = 4  # first tokens, to which all others attend and whose keys are unlike theirs
@@ -152,8 +152,7 @@ class Watched:
     ) -> tuple[Float[Array, "B T N H"], Watched]:
         """See `KVCache.write_attend`."""
         q, after = self.write(layer, heads, rotary, positions)
-        out = after.attend(layer, q, positions, kv_length, mask)
-        return gated(out, heads) if rotary.has_gates else out, after
+        return gated(after.attend(layer, q, positions, kv_length, mask), gates_of(heads, rotary)), after
 
     def advance(
         self,

@@ -17,7 +17,7 @@ from dflash_jax.weights.formats.protocol import QuantizedRows
 from dflash_jax.weights.formats.weight import weight_of
 from dflash_jax.weights.parameters import declare
 from dflash_jax.weights.tables import attention_table
-from pallas_kernels.lib.rotary import Rotary, gated
+from pallas_kernels.lib.rotary import Rotary, gated, gates_of
 
 
 class Queries(NamedTuple):
@@ -70,14 +70,14 @@ class Attention(nn.Module):
         """The first half of a call: store keys and values."""
         heads, rotary = self.heads(x, rope)
         q, cache = cache.write(self.index, heads, rotary, positions)
-        return Queries(q, heads if rotary.has_gates else None), cache
+        return Queries(q, gates_of(heads, rotary)), cache
 
     def attend(
         self, queries: Queries, positions: Int[Array, "B T"], kv_length: Int[Array, " B"], cache: KVCache
     ) -> Float[Array, "B T N H"]:
         """The second half of a call, for as many tokens as there are queries."""
         out = cache.attend(self.index, queries.heads, positions, kv_length, self.mixer.mask)
-        return out if queries.gates is None else gated(out, queries.gates)
+        return gated(out, queries.gates)
 
     def heads(self, x: Float[Array, "B T D"] | QuantizedRows, rope: Rope) -> tuple[Float[Array, "B T K J H"], Rotary]:
         """Project to [q..q, k, v] for each kv head, J heads side by side, with gates of the output in front.
