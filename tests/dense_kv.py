@@ -10,17 +10,18 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.models.caches import ContextCache
 from dflash_jax.spec import GatedDelta, LayerMask
 from dflash_jax.state.dense_kv import attention, write_each
 from dflash_jax.state.recurrent import shapes_of
 from pallas_kernels.gated_delta import Kept, Weights, reference
 from pallas_kernels.lib.masks import visible
-from pallas_kernels.lib.rotary import Rotary, gated, gates_of, split_heads
+from pallas_kernels.lib.rotary import Rotary, split_heads
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class DenseKVCache:
+class DenseKVCache(ContextCache):
     """A `models.layers.ContextCache` with S slots for each of B sequences; position p of a sequence is slot p.
 
     Attention is plain jnp over all slots, and differentiable.
@@ -90,19 +91,6 @@ class DenseKVCache:
         key_positions = jnp.arange(keys.shape[1])
         seen = visible(positions, key_positions[None, :], mask=mask.mask, window=mask.window)
         return attention(q, keys, values, seen & (key_positions < kv_length[:, None])[:, None, :])
-
-    def write_attend(
-        self,
-        layer: int,
-        heads: Float[Array, "B T K J H"],
-        rotary: Rotary,
-        positions: Int[Array, "B T"],
-        kv_length: Int[Array, " B"],
-        mask: LayerMask,
-    ) -> tuple[Float[Array, "B T N H"], DenseKVCache]:
-        """`write`, and `attend` by its queries."""
-        q, cache = self.write(layer, heads, rotary, positions)
-        return gated(cache.attend(layer, q, positions, kv_length, mask), gates_of(heads, rotary)), cache
 
 
 def recur_whole(

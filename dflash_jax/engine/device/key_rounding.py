@@ -34,7 +34,7 @@ from dflash_jax.state.paged_kv import PagedKVCache, Place
 from pallas_kernels.gated_delta import Weights
 from pallas_kernels.lib import int4_kv
 from pallas_kernels.lib.int4_kv import KeyRounding
-from pallas_kernels.lib.rotary import Rotary, gated, gates_of, num_queries
+from pallas_kernels.lib.rotary import Rotary, num_queries
 
 TOKENS = 256  # of the prompt
 SINKS = 4  # first tokens, to which all others attend and whose keys are unlike theirs
@@ -109,7 +109,7 @@ def _statistics_of(cache: PagedKVCache, watched: Watched, pages: int) -> Statist
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Watched:
+class Watched(RecurrentCache):
     """A `KVCache` that hands each call on to another, and sums up the queries that come back.
 
     Attributes:
@@ -140,19 +140,6 @@ class Watched:
     ) -> Float[Array, "B T N H"]:
         """See `KVCache.attend`."""
         return self.cache.attend(layer, q, positions, kv_length, mask)
-
-    def write_attend(
-        self,
-        layer: int,
-        heads: Float[Array, "B T K J H"],
-        rotary: Rotary,
-        positions: Int[Array, "B T"],
-        kv_length: Int[Array, " B"],
-        mask: LayerMask,
-    ) -> tuple[Float[Array, "B T N H"], Watched]:
-        """See `KVCache.write_attend`."""
-        q, after = self.write(layer, heads, rotary, positions)
-        return gated(after.attend(layer, q, positions, kv_length, mask), gates_of(heads, rotary)), after
 
     def advance(
         self,
