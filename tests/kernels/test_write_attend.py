@@ -174,7 +174,7 @@ def test_any_number_of_tokens(how, tokens):
     check((case := call(dataclasses.replace(VERIFY, T=tokens), [80, 41, tokens])).outputs(**how), case)
 
 
-@pytest.mark.parametrize(("dtype", "tokens"), [(BF16, 16), (E4M3, 5)])
+@often("dtype, tokens", [(BF16, 16), (E4M3, 5)], usual=[(E4M3, 5)])
 def test_gates_multiply_the_output(how, dtype, tokens):
     """Heads with gates in front give what those without give, times sigmoids; some tokens have infinite gates."""
     case = call(dataclasses.replace(VERIFY, T=tokens, dtype=dtype), [70, 16, 32])
