@@ -58,7 +58,7 @@ def _merge(
     head_rows: int,
 ) -> None:  # fmt: skip
     """One program: one row of one kv head of one sequence, all its splits at once."""
-    *gates, out = gates_and_out
+    *gates, out = gates_and_out  # the call may have no gates
     number, head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     token, of_group = number // group, number % group
     row = of_group * head_rows + token if head_rows else number
@@ -77,7 +77,7 @@ def _merge(
     merged = jnp.where(used[:, None], parts * weights[:, None], 0.0).sum(0)
     merged *= v_scale[head] / jnp.where(denominator > 0, denominator, 1.0)
     merged = merged.astype(out.dtype)
-    for of_heads in gates:
-        opened = jax.nn.sigmoid(of_heads[b, token, head, of_group, :].astype(jnp.float32))
+    if gates:
+        opened = jax.nn.sigmoid(gates[0][b, token, head, of_group, :].astype(jnp.float32))
         merged = (merged.astype(jnp.float32) * opened).astype(out.dtype)
     out[b, token, head * group + of_group, :] = merged
