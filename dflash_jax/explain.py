@@ -49,7 +49,7 @@ from pallas_kernels.quantize import QUANTIZE_GATED, QUANTIZE_ROWS
 from pallas_kernels.quantized_product import QUANTIZED_PRODUCT_BESIDE, QUANTIZED_SWIGLU, operation_of
 from pallas_kernels.registry import Call, Device, Explanation, explain
 from pallas_kernels.route import ROUTE
-from pallas_kernels.swiglu import SWIGLU
+from pallas_kernels.swiglu import FP8_SWIGLU, SWIGLU
 from pallas_kernels.write_attend import WRITE_ATTEND, call_of
 from pallas_kernels.write_kv import WRITE_CONTEXT, WRITE_KV
 
@@ -125,17 +125,19 @@ class Step:
     def _mlp(self, of: str, parts: int, width: int, D: int) -> Iterator[Call]:
         """A dense MLP of `parts` parts of its width, or the shared expert."""
         F = parts * width
-        if self.is_quantized:
-            yield Call(QUANTIZE_GATED, "hidden units", (F,))
         if self.bits is not None:
             values, scales = self._few_bits(parts, 2, width, D)
             label = f"{of}gate_up_proj {self.bits} bits {[parts, 2, width, D]}"
             yield Call(QUANTIZED_SWIGLU, label, (self._rows(D), values, scales, None, self.dtype))
-        elif self.is_quantized:
-            yield self._product(f"{of}gate_up_proj", 2 * F, D)
         else:
-            gate_up = Struct((parts, 2, width, D), self.dtype)
-            yield Call(SWIGLU, f"{of}gate_up_proj {_text(gate_up)}", (self._rows(D), gate_up))
+            gate_up = Struct((parts, 2, width, D), self._weight_dtype)
+            label, operands = f"{of}gate_up_proj {_text(gate_up)}", (self._rows(D, self._weight_dtype), gate_up)
+            yield Call(FP8_SWIGLU if self.is_quantized else SWIGLU, label, operands)
+            if self.is_quantized and FP8_SWIGLU.choose(operands, self.device).name == "apart":
+                yield self._product(f"{of}gate_up_proj", 2 * F, D)
+                yield Call(QUANTIZE_GATED, "hidden units", (F,))
+            elif self.is_quantized:
+                yield Call(QUANTIZE_ROWS, "hidden units", (F,))
         yield self._product(f"{of}down_proj", D, F)
 
     def _experts(self, experts: Experts, D: int) -> Iterator[Call]:

@@ -28,7 +28,7 @@ from pallas_kernels.quantized_product import (
     split_quantized_product,
 )
 from pallas_kernels.route import route
-from pallas_kernels.swiglu import gated, swiglu
+from pallas_kernels.swiglu import fp8_swiglu, gated, swiglu
 from pallas_kernels.write_attend import write_attend
 from pallas_kernels.write_kv import write_context, write_kv
 
@@ -41,6 +41,7 @@ __all__ = [
     "all_reduce_add_norm",
     "approximate_largest",
     "experts",
+    "fp8_swiglu",
     "gated",
     "gated_norm",
     "largest",

@@ -16,16 +16,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import DTypeLike
 
 from pallas_kernels import _compat
 from pallas_kernels.lib.measured import MAX_STREAM_TOKENS, tokens_of, too_small
 from pallas_kernels.lib.shared_memory import ALIGNED, SHARED_MEMORY, tiled
 
 MAX_TOKENS = 64
-_DTYPES = (jnp.bfloat16, jnp.float16)
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
 _ROWS = 64  # of a wgmma
 _MOST_ROWS = 256  # of a copy by TMA
-_DEPTHS = 128, 64  # inputs of a step; longer runs of a row are read faster
+_LINES = 256, 128  # bytes of a row in a step; longer runs are read faster
 _MIN_STAGES = 3  # slots of the ring, and one more for another set
 _THREADS = 128  # of the consumer
 _MOST_SUMS = 192  # registers of a thread, of 255
@@ -70,6 +71,7 @@ class Plan:
         rows: of each set in a tile, a multiple of 8.
         sets: of rows in a tile, such as gate and up.
         tiles: of the weight; each has a CTA.
+        line: bytes of a row in a step.
         depth: inputs of a step.
         steps: of a tile.
         tokens: of the call, a multiple of 8.
@@ -78,6 +80,7 @@ class Plan:
     rows: int
     sets: int
     tiles: int
+    line: int
     depth: int
     steps: int
     tokens: int
@@ -90,10 +93,9 @@ class Plan:
     @property
     def stages(self) -> int:
         """Slots of the weight's ring; each holds a step's rows of one set."""
-        row = 2 * self.depth
-        free = SHARED_MEMORY - self.behind * row
-        fits = range(min(free // (self.rows * row), _MAX_STAGES), 0, -1)
-        return next((n for n in fits if (n * self.rows + self._token_stages(n) * self.tokens) * row <= free), 0)
+        free = SHARED_MEMORY - self.behind * self.line
+        fits = range(min(free // (self.rows * self.line), _MAX_STAGES), 0, -1)
+        return next((n for n in fits if (n * self.rows + self._token_stages(n) * self.tokens) * self.line <= free), 0)
 
     @property
     def token_stages(self) -> int:
@@ -110,23 +112,27 @@ class Plan:
         return pl.cdiv(stages - 1, self.sets) + 1
 
 
-def best_plan(tokens: int, rows: int, width: int, sets: int = 1, part: int = 0) -> Plan | None:
+def best_plan(
+    tokens: int, rows: int, width: int, dtype: DTypeLike = jnp.bfloat16, *, sets: int = 1, part: int = 0
+) -> Plan | None:
     """The plan with the most tiles that run at once, or None if there is none.
 
     Args:
         tokens: of the call.
         rows: of the weight, of each set, which tiles divide.
         width: inputs.
+        dtype: of both operands.
         sets: of rows in a tile.
         part: rows that tiles divide, too; 0 is all.
     """
+    size = jnp.dtype(dtype).itemsize
     tokens = -(-tokens // ALIGNED) * ALIGNED
     counts = tiles_of(rows, _compat.sm_count())
     plans = (
-        Plan(rows // count, sets, count, depth, width // depth, tokens)
+        Plan(rows // count, sets, count, line, line // size, width * size // line, tokens)
         for count in counts
-        for depth in _DEPTHS
-        if width % depth == 0 and rows // count <= _MOST_ROWS and (part or rows) % (rows // count) == 0
+        for line in _LINES
+        if width * size % line == 0 and rows // count <= _MOST_ROWS and (part or rows) % (rows // count) == 0
     )
     fits = (plan for plan in plans if plan.stages >= _MIN_STAGES + sets - 1 and plan.sums <= _MOST_SUMS)
     return next(fits, None)
@@ -140,12 +146,13 @@ def tiles_of(rows: int, most: int) -> Iterator[int]:
 def refusal(x: Any, weight: Any, plan: Plan | None) -> str | None:
     """Why these kernels cannot multiply x by a weight, or None."""
     if x.dtype not in _DTYPES:
-        return f"The product with the weight first takes bf16 and f16; this is {x.dtype}."
+        return f"The product with the weight first takes bf16, f16 and e4m3; this is {x.dtype}."
     if tokens_of(x) > MAX_TOKENS:
         return f"The product with the weight first is for up to {MAX_TOKENS} tokens; these are {tokens_of(x)}."
     if plan is None:
+        inputs = _LINES[-1] // jnp.dtype(x.dtype).itemsize
         return (
-            f"The product with the weight first needs a width that {_DEPTHS[-1]} divides, and tiles of a multiple of "
+            f"The product with the weight first needs a width that {inputs} divides, and tiles of a multiple of "
             f"{ALIGNED} and at most {_MOST_ROWS} rows, whose sums registers hold; the weight is {list(weight.shape)}, "
             f"and {tokens_of(x)} tokens are multiplied."
         )
@@ -158,7 +165,8 @@ def slower(x: Any, weight: Any, plan: Plan | None) -> str | None:
         return f"It was measured faster for 1 to {MAX_TOKENS} tokens; these are {tokens_of(x)}."
     if sentence := too_small(weight):
         return sentence
-    least = _LEAST_ROWS if tokens_of(x) <= MAX_STREAM_TOKENS else ALIGNED
+    has_triton = tokens_of(x) <= MAX_STREAM_TOKENS and x.dtype != jnp.float8_e4m3fn
+    least = _LEAST_ROWS if has_triton else ALIGNED
     if plan is not None and (plan.tiles < _MIN_FILL * _compat.sm_count() or plan.rows < least):
         return (
             f"It was measured faster with tiles of at least {least} rows on {_MIN_FILL:.0%} of the "

@@ -17,10 +17,12 @@ from pallas_kernels.lib.measured import tokens_of
 from pallas_kernels.lib.stores import store_transposed
 from pallas_kernels.lib.weight_first import Block, Plan
 
+RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
+
 
 def plan_of(x: Any, weight: Any) -> Plan | None:
     """How the product is cut up, or None if it cannot be."""
-    return weight_first.best_plan(tokens_of(x), *weight.shape)
+    return weight_first.best_plan(tokens_of(x), len(weight), weight.shape[1], x.dtype)
 
 
 def slower(x: Any, weight: Any, dtype: Any) -> str | None:
@@ -30,8 +32,9 @@ def slower(x: Any, weight: Any, dtype: Any) -> str | None:
 
 
 def refusal(x: Any, weight: Any, dtype: Any) -> str | None:
-    """Why this kernel cannot do this call, or None."""
-    del dtype
+    """Why this kernel cannot do this call with results of that dtype, or None."""
+    if dtype not in RESULTS:
+        return f"The product with the weight first gives bf16, f16 and f32; {jnp.dtype(dtype)} is asked for."
     return weight_first.refusal(x, weight, plan_of(x, weight))
 
 
@@ -40,7 +43,10 @@ def product(
     x: Float[Array, "*T D"], weight: Float[Array, "O D"], dtype: DTypeLike | None = None
 ) -> Float[Array, "*T O"]:
     """See ``pallas_kernels.product``."""
-    [out] = _products(x, [weight], dtype or x.dtype)
+    dtype = dtype or x.dtype
+    if reason := refusal(x, weight, dtype):
+        raise NotImplementedError(reason)
+    [out] = _products(x, [weight], dtype)
     return out
 
 
@@ -86,8 +92,6 @@ def product_beside(
 def _products(x: jax.Array, weights: list[jax.Array], dtype: Any) -> list[jax.Array]:
     """The products with the first weight, and with another beside it if there is one."""
     tokens, plan = tokens_of(x), plan_of(x, weights[0])
-    if reason := weight_first.refusal(x, weights[0], plan):
-        raise NotImplementedError(reason)
     if tokens == 0:
         return [jnp.zeros((*x.shape[:-1], len(weight)), dtype) for weight in weights]
     assert plan is not None, "else it is refused"

@@ -31,7 +31,7 @@ from pallas_kernels.quantize import QUANTIZE_GATED, QUANTIZE_ROWS
 from pallas_kernels.quantized_product import FP8_PRODUCT, INT4_PRODUCT, QUANTIZED_PRODUCT_BESIDE, QUANTIZED_SWIGLU
 from pallas_kernels.registry import Device
 from pallas_kernels.route import ROUTE
-from pallas_kernels.swiglu import SWIGLU
+from pallas_kernels.swiglu import FP8_SWIGLU, SWIGLU
 from pallas_kernels.write_attend import WRITE_ATTEND, call_of
 from pallas_kernels.write_kv import WRITE_CONTEXT, WRITE_KV
 
@@ -94,6 +94,7 @@ OPERATIONS = {  # by their name in the table; those of one name must choose alik
     "split_product": [PRODUCT],
     "product_beside": [PRODUCT_BESIDE],
     "swiglu": [SWIGLU],
+    "fp8_swiglu": [FP8_SWIGLU],
     "largest_product": [LARGEST_PRODUCT],
     "screened_largest": [SCREENED_LARGEST],
     "approximate_largest": [APPROXIMATE_LARGEST],
@@ -121,6 +122,7 @@ UNINTERPRETED = (
     "screened_largest",
     "approximate_largest",
     "all_reduce",
+    "fp8_swiglu",
     "quantized_swiglu",
     "product_beside",
     "quantized_product_beside",
@@ -182,6 +184,8 @@ def calls() -> Iterator[tuple[str, str, list[tuple[Any, ...]]]]:
         ):
             arrays = [(shape(t, weight[3], dtype=dtype), shape(*weight, dtype=dtype)) for t in TOKENS]
             yield "swiglu", f"{_name(dtype)} {weight}", arrays
+            if dtype == E4M3:
+                yield "fp8_swiglu", str(weight), arrays
         for weight in _HEADS_OF_MODELS:
             arrays = [(shape(t, weight[1], dtype=dtype), shape(*weight, dtype=dtype)) for t in TOKENS]
             yield "largest_product", f"{_name(dtype)} {weight}", arrays

@@ -41,6 +41,7 @@ from tests.kernels.cases import BF16, E4M3, error
 from tests.kernels.test_quantized_product import operands
 
 WEIGHT_FIRST = [importlib.import_module(f"pallas_kernels.{name}.weight_first") for name in ("product", "swiglu")]
+swiglu_weight_first = WEIGHT_FIRST[1]
 
 
 class Transposed:
@@ -214,6 +215,18 @@ def weight_first_swiglu() -> float:
     return error(out, (gate / (1 + np.exp(-gate)) * up).reshape(12, -1)) / 2
 
 
+def weight_first_fp8() -> float:
+    """Tiles of 64 units, with scales of tokens and units."""
+    x, weight = random(12, 256, dtype=E4M3), random(2, 2, 192, 256, dtype=E4M3, seed=1)
+    of_tokens, of_units = (jnp.abs(random(*size, dtype=jnp.float32, seed=2)) / 16 for size in ((12,), (2, 2, 192)))
+    with simulated():
+        run = functools.partial(swiglu_weight_first._hidden_units, scales=(of_tokens, of_units), dtype=jnp.float32)
+        out = jax.jit(run)(x, weight)
+    exact, of_both = wide(x.astype(jnp.float32) * of_tokens[:, None], weight.astype(jnp.float32) * of_units[..., None])
+    gate, up = np.einsum("td,ehid->htei", exact, of_both)
+    return error(out, (gate / (1 + np.exp(-gate)) * up).reshape(12, -1))
+
+
 def in_few_bits(kind: str) -> float:
     """Three tiles of 13 steps for 8 CTAs, which use slots again; a part of each is zero. Another weight is beside."""
     (x, *weight), exact = operands(kind, 128, (12,), 384, 13 * 256)
@@ -254,6 +267,7 @@ CASES = {
     **{f"screened_{tokens}": functools.partial(screened_head, tokens) for tokens in (11, 64)},
     "weight_first": weight_first,
     "weight_first_swiglu": weight_first_swiglu,
+    "weight_first_fp8": weight_first_fp8,
     **{f"few_bits_{kind}": functools.partial(in_few_bits, kind) for kind in ("int4", "zeros", "fp8")},
     **{
         f"attention_{jnp.dtype(dtype).name}_{name}": functools.partial(attend, dtype, *shape)

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as Spec
 
-from pallas_kernels import _compat, product, product_beside, split_product, swiglu
+from pallas_kernels import _compat, fp8_swiglu, product, product_beside, split_product, swiglu
 from pallas_kernels.lib.weight_first import best_plan, blocks_of
-from tests.kernels.cases import BF16, F32, cuda_lowering, error, mesh_of, operands, shapes
+from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, error, mesh_of, operands, shapes
 
 F16 = jnp.float16
 WEIGHTS = [(96, 512), (5120, 384), (9216, 320), (16384, 128), (17408, 256)]  # tiles of 8, 40, 72, 128 and 136 rows
+WEIGHTS_OF_BYTES = [(96, 1024), (5120, 768), (9216, 640), (16384, 256), (17408, 512)]
 GATES_AND_UPS = [(3, 2, 128, 256), (8, 2, 1088, 192), (16, 2, 1088, 128), (2, 2, 64, 1152)]
 QWEN3_8B, QWEN3_6_27B = (16, 2, 768, 4096), (16, 2, 1088, 5120)
 by_tokens = pytest.mark.parametrize("tokens", [(1,), (2, 3), (8,), (9,), (16,), (3, 11), (64,)], ids=str)
@@ -39,6 +40,47 @@ def test_product(weight, tokens, dtype, most):
     assert (found.dtype, found.shape) == (F32 if len(weight) == 96 else dtype, (*tokens, len(weight)))
     x, weight = wide(x, weight)
     assert error(found, x @ weight.T) < most
+
+
+@pytest.mark.gpu
+@pytest.mark.in_turns(7)
+@by_tokens
+@pytest.mark.parametrize("weight", WEIGHTS_OF_BYTES, ids=str)
+def test_product_in_fp8(weight, tokens):
+    """Hopper adds products of e4m3 up with 14 bits."""
+    x, weight = operands(tokens, weight, E4M3)
+    for dtype in (F32, BF16):
+        found = multiply(x, weight, dtype)
+        assert (found.dtype, found.shape) == (dtype, (*tokens, len(weight)))
+        wide_x, wide_weight = wide(x, weight)
+        assert error(found, wide_x @ wide_weight.T) < 5e-3
+
+
+@pytest.mark.in_turns(7)
+@by_tokens
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=lambda dtype: jnp.dtype(dtype).name)
+@pytest.mark.parametrize(
+    ("implementation", "weight"),
+    [
+        ("apart", (3, 2, 24, 96)),
+        *(
+            pytest.param("weight_first", weight, marks=pytest.mark.gpu, id=f"weight_first-{weight}")
+            for weight in ((16, 2, 1088, 256), (128, 2, 64, 384))
+        ),
+    ],
+)
+def test_hidden_units_in_fp8(implementation, weight, dtype, tokens):
+    x, weight = operands(tokens, weight, E4M3)
+    of_tokens, of_units = (np.random.default_rng(7).uniform(0.5, 2, array.shape[:-1]) for array in (x, weight))
+    scales = [jnp.asarray(numbers, F32) for numbers in (of_tokens, of_units)]
+    numbers, factors = fp8_swiglu(x, scales[0], weight, scales[1], dtype, implementation=implementation)
+    assert (numbers.dtype, numbers.shape, factors.shape) == (E4M3, (*tokens, of_units.size // 2), tokens)
+    x, weight = wide(x, weight)
+    gate, up = np.einsum("...d,ehid->h...ei", x * of_tokens[..., None], weight * of_units[..., None])
+    hidden = (gate / (1 + np.exp(-gate)) * up).reshape(*tokens, -1)
+    found = wide(numbers)[0] * np.asarray(factors)[..., None]
+    assert error(found, hidden) < 0.04  # what rounding to e4m3 costs
+    np.testing.assert_allclose(factors, np.abs(hidden).max(-1) / 448, rtol=0.02)
 
 
 @pytest.mark.gpu
@@ -104,7 +146,7 @@ def test_which_products_have_another_beside_them(monkeypatch, capability, tokens
 @pytest.mark.parametrize("sets", [1, 2])
 @pytest.mark.parametrize("rows", [8, 40, 64, 72, 112, 136, 256])
 def test_blocks_keep_each_row_once_and_lie_within_shared_memory(rows, sets):
-    plan = best_plan(8, 128 * rows, 128, sets)
+    plan = best_plan(8, 128 * rows, 128, sets=sets)
     assert (plan.rows, plan.tiles) == (rows, 128)
     kept = [block.start + row for block in blocks_of(rows) for row in range(*block.kept)]
     assert kept == list(range(rows))
@@ -115,7 +157,7 @@ def test_blocks_keep_each_row_once_and_lie_within_shared_memory(rows, sets):
 @pytest.mark.parametrize("sets", [1, 2, 3])
 def test_a_slot_for_tokens_is_free_once_the_first_slot_for_rows_is(stages, sets):
     """The producer waits for the slot of a step's first set alone, and then copies the step's tokens."""
-    plan = best_plan(8, 128 * 64, 128, sets)
+    plan = best_plan(8, 128 * 64, 128, sets=sets)
     count = plan._token_stages(stages)
     for step in range(count, 40):
         read_last = (step - count + 1) * sets - 1  # the last use of the slot's tokens
@@ -128,7 +170,7 @@ def test_a_slot_for_tokens_is_free_once_the_first_slot_for_rows_is(stages, sets)
 )
 def test_steps_in_flight_fill_shared_memory(tokens, weight):
     parts, sets, units, width = weight
-    plan = best_plan(tokens, parts * units, width, sets, part=units)
+    plan = best_plan(tokens, parts * units, width, sets=sets, part=units)
     assert plan.tiles == 128
     assert plan.depth == 128  # 256 bytes of a row: half as many are read at 0.95 of the speed
     in_flight = 2 * plan.depth * (plan.stages * plan.rows + plan.token_stages * plan.tokens)
@@ -170,12 +212,47 @@ def test_the_public_functions_pick(monkeypatch, capability, tokens, shape, dtype
 
 
 @pytest.mark.parametrize(
+    ("capability", "tokens", "weight", "is_picked"),
+    [
+        ((9, 0), 1, QWEN3_6_27B, True),
+        ((9, 0), 64, QWEN3_8B, True),
+        ((9, 0), 65, QWEN3_8B, False),
+        ((9, 0), 16, (4, 2, 768, 1024), False),  # small, and tiles of 24 units
+        ((8, 9), 16, QWEN3_8B, False),
+        (None, 16, QWEN3_8B, False),
+    ],
+)
+def test_which_product_finishes_hidden_units_in_fp8(monkeypatch, capability, tokens, weight, is_picked):
+    monkeypatch.setattr(_compat, "compute_capability", lambda: capability)
+    x, weight = shapes((tokens,), weight, E4M3)
+    scales = [jax.ShapeDtypeStruct(array.shape[:-1], F32) for array in (x, weight)]
+    text = cuda_lowering(lambda *given: fp8_swiglu(given[0], given[2], given[1], given[3], BF16), x, weight, *scales)
+    assert ("swiglu_weight_first" in text) == is_picked
+
+
+def test_hidden_units_in_fp8_are_refused_in_a_sentence():
+    x, weight = shapes((8,), (4, 2, 768, 1024), E4M3)
+    of_tokens, of_units = (jax.ShapeDtypeStruct(array.shape[:-1], F32) for array in (x, weight))
+    run = functools.partial(fp8_swiglu, dtype=BF16, implementation="weight_first")
+    with pytest.raises(NotImplementedError, match="needs tiles of at least 64 units"):
+        jax.eval_shape(run, x, of_tokens, weight, of_units)
+    with pytest.raises(ValueError, match=r"must be \[8\] and of_units \[4, 2, 768\]; got \[4, 2, 768\] and \[8\]"):
+        jax.eval_shape(run, x, of_units, weight, of_tokens)
+    with pytest.raises(NotImplementedError, match="takes e4m3 with scales alone"):
+        jax.eval_shape(gate_up, x, weight)
+    with pytest.raises(NotImplementedError, match="gives bf16, f16 and f32; float8_e4m3fn is asked for"):
+        jax.eval_shape(multiply, *shapes((8,), (5120, 256), E4M3))
+    with pytest.raises(NotImplementedError, match=r"a width that 128 divides, .* the weight is \[96, 64\]"):
+        jax.eval_shape(functools.partial(multiply, dtype=BF16), *shapes((8,), (96, 64), E4M3))
+
+
+@pytest.mark.parametrize(
     ("tokens", "weight", "dtype", "message"),
     [
         (8, (96, 96), BF16, r"a width that 64 divides, .* the weight is \[96, 96\]"),
         (8, (100, 64), BF16, r"tiles of a multiple of 8 and at most 256 rows, .* the weight is \[100, 64\]"),
         (65, (96, 64), BF16, "up to 64 tokens; these are 65"),
-        (8, (96, 64), F32, "takes bf16 and f16; this is float32"),
+        (8, (96, 64), F32, "takes bf16, f16 and e4m3; this is float32"),
     ],
 )
 def test_it_refuses_in_a_sentence(tokens, weight, dtype, message):
@@ -188,7 +265,7 @@ def test_it_refuses_in_a_sentence(tokens, weight, dtype, message):
     [
         (16384, 1000, BF16, "tiles of at most 128 rows; it has 1000, and 4 are idle"),
         (16896, 96, BF16, "it has 96, and 0 are idle"),
-        (16384, 96, F32, "takes bf16 and f16; this is float32"),
+        (16384, 96, F32, "takes bf16, f16 and e4m3; this is float32"),
     ],
 )
 def test_another_weight_beside_is_refused_in_a_sentence(rows, others, dtype, message):
@@ -208,9 +285,9 @@ def test_products_apart_and_by_xla_are_the_same():
 
 def test_sums_fit_into_registers():
     """Gate and up of Qwen3-32B would have four blocks of 64 rows each in a tile, and 256 registers of 64 tokens."""
-    assert best_plan(48, 25600, 5120, 2, part=1600).sums == 192
-    assert best_plan(64, 25600, 5120, 2, part=1600) is None
-    assert best_plan(64, 17408, 5120, 2, part=1088).sums == 192
+    assert best_plan(48, 25600, 5120, sets=2, part=1600).sums == 192
+    assert best_plan(64, 25600, 5120, sets=2, part=1600) is None
+    assert best_plan(64, 17408, 5120, sets=2, part=1088).sums == 192
 
 
 def test_no_tokens():

@@ -21,7 +21,7 @@ from dflash_jax.spec import DraftConfig
 from dflash_jax.weights.formats.protocol import Limit, Product, QuantizedRows, Rows
 from dflash_jax.weights.parameters import PROJECTIONS, Parameter, build, output_axes, parameters_of
 from dflash_jax.weights.tables import checkpoint_table
-from pallas_kernels import gated, largest, largest_product, product, quantize_gated, quantize_rows, split_product
+from pallas_kernels import fp8_swiglu, gated, largest, largest_product, product, quantize_rows, split_product
 
 QUANTIZED = (*PROJECTIONS, "lm_head")
 CONTEXT = "context_kv_proj"  # projects the context to keys and values of all layers at once
@@ -84,11 +84,11 @@ class Quantized:
 
     def gated(self, x: Rows, *, kernels: bool) -> Rows:
         """Hidden units of an MLP; a whole weight gives them quantised, as the next weight wants them."""
-        outer = (*x.shape[:-1], *self.scales.shape)
         if not (kernels and self.is_whole):
-            return gated(self.product(x).reshape(outer))
-        raw, (of_token, of_unit) = self._raw(x, x.dtype, in_parts=False)
-        return QuantizedRows(*quantize_gated(raw.reshape(outer), of_token, of_unit), x.dtype)
+            return gated(self.product(x).reshape(*x.shape[:-1], *self.scales.shape))
+        rows = self._quantized(x)
+        units = fp8_swiglu(rows.values, rows.scales, self.values, self.scales, _kept(x.dtype))
+        return QuantizedRows(*units, x.dtype)
 
     def largest(
         self, x: Rows, length: Int[Array, ""] | None = None, limit: Limit = None, *, kernels: bool
@@ -108,18 +108,25 @@ class Quantized:
     def _raw(
         self, x: Rows, dtype: DTypeLike, *, in_parts: bool
     ) -> tuple[Float[Array, "*T O"] | Float[Array, "S *T O"], tuple[Float[Array, "*T"], Float[Array, "*O"]]]:
-        """Unscaled product, with its per-token and per-output scales.
-
-        e4m3 numbers reach 448, so the raw product overflows float16: it is kept in bfloat16 for that dtype, else in
-        float32.
-        """
-        implementation: Literal["reference"] | None = None if self.is_whole else "reference"
-        if not isinstance(x, QuantizedRows):
-            x = QuantizedRows(*quantize_rows(x, implementation=implementation), x.dtype)
+        """Unscaled product, with its per-token and per-output scales."""
+        rows = self._quantized(x)
         matrix = self.values.reshape(-1, x.shape[-1])
-        kept = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-        multiply = split_product if in_parts else partial(product, implementation=implementation)
-        return multiply(x.values, matrix, kept), (x.scales, self.scales)
+        multiply = split_product if in_parts else partial(product, implementation=self._implementation)
+        return multiply(rows.values, matrix, _kept(dtype)), (rows.scales, self.scales)
+
+    def _quantized(self, x: Rows) -> QuantizedRows:
+        if isinstance(x, QuantizedRows):
+            return x
+        return QuantizedRows(*quantize_rows(x, implementation=self._implementation), x.dtype)
+
+    @property
+    def _implementation(self) -> Literal["reference"] | None:
+        return None if self.is_whole else "reference"
+
+
+def _kept(dtype: DTypeLike) -> Any:
+    """The dtype of raw products: e4m3 numbers reach 448, so float16 would overflow, and float32 takes its place."""
+    return jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
 
 
 def to_e4m3(x: Float[Array, "..."], rows: int) -> tuple[Float8e4m3fn[Array, "..."], Float[Array, "..."]]:
