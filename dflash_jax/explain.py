@@ -34,7 +34,7 @@ from dflash_jax.weights.folder import resolve_folders
 from dflash_jax.weights.formats.screened import is_worth_it, shapes_of_screen
 from dflash_jax.weights.tables import sizes
 from pallas_kernels.add_norm import ADD_NORM
-from pallas_kernels.experts import FewBits
+from pallas_kernels.experts import FewBits, Shared
 from pallas_kernels.experts import operation_of as experts_operation_of
 from pallas_kernels.gated_delta import FOLD, PREFILL, VERIFY, Kept, Weights
 from pallas_kernels.gated_norm import GATED_NORM
@@ -149,9 +149,16 @@ class Step:
         chosen = Struct((self.batch, self.tokens, experts.per_token), jnp.int32)
         kind = jnp.dtype(self.dtype).name if self.bits is None else f"{self.bits} bits "
         label = f"{experts.per_token} of experts {kind}{[X, 2, M, D]}"
-        yield Call(experts_operation_of(gate_up, down), label, (self._rows(D), gate_up, down, chosen))
+        shared = [] if experts.shared_width is None else [self._shared(letters["SE"], letters["SI"], D)]
+        yield Call(experts_operation_of(gate_up, down), label, (self._rows(D), gate_up, down, chosen, *shared))
         if experts.shared_width is not None and self.batch * self.tokens > MAX_STREAM_TOKENS:  # else they are one call
             yield from self._mlp("shared_expert.", letters["SE"], letters["SI"], D)
+
+    def _shared(self, parts: int, units: int, D: int) -> Shared:
+        """The expert that every token sees, in as many bits as the others."""
+        shapes, of_tokens = ((parts, 2, units, D), (D, parts * units)), Struct((self.batch, self.tokens), jnp.float32)
+        plain, few = partial(Struct, dtype=self.dtype), lambda shape: FewBits(*self._few_bits(*shape))
+        return Shared._make((*map(plain if self.bits is None else few, shapes), of_tokens))
 
     def _stack(self, *shape: int) -> Struct | FewBits:
         """The matrices of all experts."""
@@ -165,10 +172,8 @@ class Step:
     def _few_bits(self, *shape: int) -> tuple[Any, Any]:
         """Numbers and scales of a weight of the target's bits."""
         *outputs, inputs = shape
-        packed = Struct((*outputs, inputs // 4), jnp.uint16)
-        return packed if self.bits == 4 else Struct(shape, E4M3), Struct(
-            (*outputs, max(1, inputs // GROUP)), jnp.bfloat16
-        )
+        values = Struct((*outputs, inputs // 4), jnp.uint16) if self.bits == 4 else Struct(shape, E4M3)
+        return values, Struct((*outputs, max(1, inputs // GROUP)), jnp.bfloat16)
 
     def _attentions(self, N: int, K: int, H: int) -> Iterator[Call]:
         pages = -(-self.context // self.page_size)

@@ -28,7 +28,7 @@ def _triton(gpus: registry.Capability) -> registry.Implementation:
     return registry.Implementation("triton", function, gpus, refusal="refusal", interprets=True)
 
 
-EXPERTS = registry.Operation(  # a call is (x, gate_up, down, chosen)
+EXPERTS = registry.Operation(  # a call is (x, gate_up, down, chosen), and the shared expert if there is one
     "experts",
     (
         registry.Implementation(
@@ -38,8 +38,15 @@ EXPERTS = registry.Operation(  # a call is (x, gate_up, down, chosen)
         _REFERENCE,
     ),
 )
-INT4_EXPERTS = registry.Operation("int4_experts", (_triton(AMPERE_ON), _REFERENCE))  # gate_up, down or both in 4 bits
-FP8_EXPERTS = registry.Operation("fp8_experts", (_triton(FP8_GPUS), _REFERENCE))  # at least one of them in e4m3
+_MOSAIC_FEW = registry.Implementation(
+    "mosaic", "pallas_kernels.experts.mosaic_few:experts", HOPPER, slower="slower", refusal="refusal"
+)
+INT4_EXPERTS = registry.Operation(  # gate_up, down or both in 4 bits
+    "int4_experts", (_MOSAIC_FEW, _triton(AMPERE_ON), _REFERENCE)
+)
+FP8_EXPERTS = registry.Operation(  # at least one of them in e4m3
+    "fp8_experts", (_MOSAIC_FEW, _triton(FP8_GPUS), _REFERENCE)
+)
 
 
 def experts(
@@ -67,9 +74,9 @@ def experts(
       chosen: experts of each token, int32, none twice; a number outside 0..X-1 skips the pair, as for padding.
       weights: of these experts, float32; those of skipped pairs are not used.
       shared: an expert that every token sees, of 16 or few bits like the others or not; None is none.
-      implementation: ``"mosaic"``, for 16 bits, picked on Hopper from 64 pairs an expert on, ``"triton"``, picked on
-        NVIDIA GPUs from sm_80 on, with e4m3 from sm_89, or ``"reference"``; None picks the fastest. Only the reference
-        can be differentiated.
+      implementation: ``"mosaic"``, picked on Hopper, in 16 bits from 64 pairs an expert on, in few bits for 8 to 16
+        tokens, ``"triton"``, picked on NVIDIA GPUs from sm_80 on, with e4m3 from sm_89, or ``"reference"``; None picks
+        the fastest. Only the reference can be differentiated.
       interpret: run the Triton kernels in Pallas' interpreter, on any backend (tests).
 
     Returns:
@@ -88,7 +95,8 @@ def experts(
     if shared is not None:
         _check_shared(x, shared)
     operation = operation_of(gate_up, down)
-    run = operation.function(implementation, (x, gate_up, down, chosen), interpret=interpret)
+    call = (x, gate_up, down, chosen, *([] if shared is None else [shared]))
+    run = operation.function(implementation, call, interpret=interpret)
     out: Array = run(x, gate_up, down, chosen, weights, shared)
     return out
 

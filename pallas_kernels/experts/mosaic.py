@@ -38,9 +38,9 @@ class Config(NamedTuple):
     down: Tile
 
 
-def refusal(x: Any, gate_up: Any, down: Any, chosen: Any) -> str | None:
+def refusal(x: Any, gate_up: Any, down: Any, chosen: Any, shared: Any = None) -> str | None:
     """Why the Mosaic backend cannot do this call, or None."""
-    del down
+    del down, shared
     _, _, M, D = gate_up.shape
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"The Mosaic experts take bf16 and f16; these are {x.dtype}."
@@ -49,9 +49,9 @@ def refusal(x: Any, gate_up: Any, down: Any, chosen: Any) -> str | None:
     return None
 
 
-def slower(x: Any, gate_up: Any, down: Any, chosen: Any) -> str | None:
+def slower(x: Any, gate_up: Any, down: Any, chosen: Any, shared: Any = None) -> str | None:
     """Why the Triton kernels are measured faster (BENCH.md), or None; `refusal` may object all the same."""
-    del x, down
+    del x, down, shared
     mean = chosen.size // gate_up.shape[0]
     if mean < PAIRS_AN_EXPERT:
         return f"It was measured faster from {PAIRS_AN_EXPERT} pairs an expert on; these are {mean}."

@@ -63,9 +63,9 @@ class Rows(NamedTuple):
     unused: Any
 
 
-def refusal(x: Any, gate_up: Any, down: Any, chosen: Any) -> str | None:
+def refusal(x: Any, gate_up: Any, down: Any, chosen: Any, shared: Any = None) -> str | None:
     """Say why the Triton backend cannot do this call, or None."""
-    del chosen
+    del chosen, shared
     few = [weight for weight in (gate_up, down) if isinstance(weight, FewBits)]
     if few and x.dtype != jnp.bfloat16:
         return f"The Triton experts in few bits take bf16; this is {x.dtype}."

@@ -15,7 +15,7 @@ from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
-from jaxtyping import BFloat16, UInt16
+from jaxtyping import BFloat16, Int16, UInt16
 
 from pallas_kernels import _compat
 from pallas_kernels.quantized_product.layout import LONGEST, PLACES
@@ -25,6 +25,7 @@ TILE = 8  # columns of a tile of wgmma's layout
 _TURN = 8  # rows of a warp, of which a thread of wgmma's layout has one, before the next 8
 RUN = LONGEST // PLACES  # words of a group
 EXACT = 128  # a bfloat16 from here to 255 has its integer in its last seven bits
+_BIAS = 0x7B807B80  # 2**120 twice in bfloat16
 HALF = LONGEST // 2  # inputs of a product: 128 bytes of a token, the width of a tile of shared memory
 
 
@@ -68,6 +69,39 @@ def _in_place(run: np.ndarray, place: int) -> np.ndarray:
     return unpacked
 
 
+def e4m3_numbers(words: Int16[jax.Array, "R W"], first: int, place: int) -> BFloat16[jax.Array, "R C"]:
+    """The e4m3 numbers in one of the two places of a run of 16-bit words, in bfloat16; NaN is 480.
+
+    Their bits are those of a bfloat16 whose exponent has another bias, by which it is multiplied (`tiles.small_e4m3`).
+    """
+    shape = (words.shape[0], HALF)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=plgpu.Layout.WGMMA),
+    )
+    def unpack(ctx: Any, words: FragmentedArray) -> FragmentedArray:
+        del ctx
+        i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
+        text = (
+            "{ .reg .b32 bits, sign;\n"
+            f"shl.b32 bits, $1, {0 if place else 8};\n"
+            "and.b32 sign, bits, 0x80008000;\n"
+            "shr.b32 bits, bits, 4;\n"
+            "lop3.b32 bits, bits, 0x07f007f0, sign, 0xea;\n"  # (a & b) | c
+            "mul.rn.bf16x2 $0, bits, $2; }"
+        )
+        run = words.registers[:, first // TILE : (first + HALF) // TILE]
+        unpacked = np.empty_like(run)
+        for index, register in np.ndenumerate(run):
+            bits: Any = llvm.inline_asm(i32, [llvm.bitcast(i32, register), utils.c(_BIAS, i32)], text, "=r,r,r")
+            unpacked[index] = llvm.bitcast(pair, bits)
+        return FragmentedArray(_registers=unpacked, _layout=words.layout, _is_signed=None)
+
+    array: jax.Array = unpack(words)
+    return array
+
+
 def from_e4m3(ref: Any) -> BFloat16[jax.Array, "R C"]:
     """Numbers in e4m3 of shared memory [R, C] in bfloat16, as the first operand of wgmma.
 
@@ -79,7 +113,7 @@ def from_e4m3(ref: Any) -> BFloat16[jax.Array, "R C"]:
 
 def loaded(weight: Any) -> Any:
     """What `widened` takes of 64 rows in shared memory: words in registers, or e4m3 numbers where they are."""
-    return _compat.smem_load(weight, plgpu.Layout.WGMMA) if weight.dtype == jnp.uint16 else weight
+    return weight if weight.dtype == jnp.float8_e4m3fn else _compat.smem_load(weight, plgpu.Layout.WGMMA)
 
 
 def widened(weight: Any, zeros: list[jax.Array], groups: int) -> Iterator[tuple[int, Any, jax.Array]]:
@@ -90,8 +124,9 @@ def widened(weight: Any, zeros: list[jax.Array], groups: int) -> Iterator[tuple[
         zeros: zero points of the rows of each group, or none.
         groups: of the step.
     """
-    is_packed = weight.dtype == jnp.uint16
-    return _widened_4_bits(weight, zeros, groups) if is_packed else _widened_8_bits(weight, groups)
+    if weight.dtype == jnp.uint16:
+        return _widened_4_bits(weight, zeros, groups)
+    return _widened_words(weight, groups) if weight.dtype == jnp.int16 else _widened_8_bits(weight, groups)
 
 
 def _widened_4_bits(words: jax.Array, zeros: list[jax.Array], groups: int) -> Iterator[tuple[int, Any, jax.Array]]:
@@ -107,6 +142,12 @@ def _widened_4_bits(words: jax.Array, zeros: list[jax.Array], groups: int) -> It
             by_row = zeros[group].astype(jnp.bfloat16) + EXACT
             offset = lax.broadcast_in_dim(by_row, halves.shape, (0,))
         yield group, pl.ds(group * LONGEST + half * HALF, HALF), halves - offset
+
+
+def _widened_words(words: jax.Array, groups: int) -> Iterator[tuple[int, Any, jax.Array]]:
+    """As `widened`, of words of two e4m3 numbers."""
+    for group, half in itertools.product(range(groups), range(2)):
+        yield group, pl.ds(group * LONGEST + half * HALF, HALF), e4m3_numbers(words, group * HALF, half)
 
 
 def _widened_8_bits(weight: Any, groups: int) -> Iterator[tuple[int, Any, jax.Array]]:

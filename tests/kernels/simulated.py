@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat, paged_attention, product, quantized_product_beside, swiglu
+from pallas_kernels.experts import Shared, mosaic_few
 from pallas_kernels.largest_product import screened
 from pallas_kernels.largest_product.screen import approximate, screen_of
 from pallas_kernels.largest_product.terms import terms_of
@@ -38,6 +39,8 @@ from pallas_kernels.paged_attention import mosaic_kernel
 from pallas_kernels.quantized_product import mosaic as quantized
 from pallas_kernels.quantized_product import registers
 from tests.kernels.cases import BF16, E4M3, error
+from tests.kernels.test_experts import expected
+from tests.kernels.test_experts_few_bits import narrow
 from tests.kernels.test_quantized_product import operands
 
 WEIGHT_FIRST = [importlib.import_module(f"pallas_kernels.{name}.weight_first") for name in ("product", "swiglu")]
@@ -124,6 +127,40 @@ def numbers(words: Any, first: int, places: tuple[int, int]) -> Any:
     return jnp.concatenate([(run >> 4 * place & 15).astype(BF16) + registers.EXACT for place in places], axis=1)
 
 
+def e4m3_numbers(words: Any, first: int, place: int) -> Any:
+    """As `quantized_product.registers` says."""
+    run = lax.bitcast_convert_type(words[:, first : first + registers.HALF], jnp.uint16)
+    return lax.bitcast_convert_type((run >> 8 * place & 255).astype(jnp.uint8), E4M3).astype(BF16)
+
+
+def list_touched(chosen: Any, experts: int, touched: Any, copy: Any, flags: Any) -> None:
+    """As `experts.pairs` says."""
+    copy[...], flags[...] = chosen[...], jnp.zeros(flags.shape, jnp.int32)
+    is_touched = (chosen[...][None, :] == jnp.arange(experts, dtype=jnp.int32)[:, None]).any(1)
+    number, place = (jnp.arange(size, dtype=jnp.int32) for size in (experts, chosen.shape[0]))
+    rank = (is_touched[None, :] & (number[None, :] < number[:, None])).sum(1)
+    listed = jnp.where(is_touched[None, :] & (rank[None, :] == place[:, None]), number[None, :], 0).sum(1)
+    touched[...] = jnp.concatenate([listed, is_touched.sum()[None]]).astype(jnp.int32)
+
+
+def store_chosen(sums: Any, parts: Any, rows: Any, expert: Any, chosen: Any, weights: Any, tokens: int) -> None:
+    """As `experts.pairs` says."""
+    k = chosen.shape[0] // tokens
+    for t, j in itertools.product(range(tokens), range(k)):
+        for array, row in zip(sums, rows, strict=True):
+
+            @pl.when(chosen[t * k + j] == expert)
+            def _(array: Any = array, row: Any = row, t: int = t, j: int = j) -> None:
+                parts.at[j * tokens + t, pl.ds(row, array.shape[0])][...] = array[:, t] * weights[t * k + j]
+
+
+def store_weighted(sums: Any, parts: Any, rows: Any, first: int, weights: Any, tokens: int) -> None:
+    """As `experts.pairs` says."""
+    for t in range(tokens):
+        for array, row in zip(sums, rows, strict=True):
+            parts.at[first + t, pl.ds(row, array.shape[0])][...] = array[:, t] * weights[t]
+
+
 def multiply_beside(
     x: Any, weight: Any, out: Any, first: Any, rows: int, warpgroups: int, staged: Any, met: Any
 ) -> None:
@@ -177,6 +214,9 @@ def simulated(multiprocessors: int = 6) -> Iterator[None]:
         (shared_memory.Barrier, "deallocate", lambda self: setattr(self, "ref_count", self.ref_count - 1)),
         *((module, "store_transposed", store_transposed) for module in (*WEIGHT_FIRST, quantized)),
         (registers, "numbers", numbers),
+        (registers, "e4m3_numbers", e4m3_numbers),
+        (mosaic_few, "store_transposed", store_transposed),
+        *((mosaic_few, stand_in.__name__, stand_in) for stand_in in (list_touched, store_chosen, store_weighted)),
         (warp_product, "multiply", multiply_beside),
         (attention, "combine", combine),
         (mosaic_kernel, "widened", widened),
@@ -237,6 +277,21 @@ def in_few_bits(kind: str) -> float:
     return max(error(out, wide(x)[0] @ by.T) for out, by in zip(outs, (exact, *wide(other)), strict=True))
 
 
+def experts_in_few_bits(kind: str) -> float:
+    """Twelve tokens of which one has no second expert, and a shared expert of two parts, for 6 CTAs."""
+    (x, *weights, chosen, scales), wide_ones = narrow((12,), 2, 5, 128, 256, kinds=(kind, kind), groups=(128, 128))
+    (_, *of_shared, _, _), wide_shared = narrow((12,), 1, 1, 128, 256, kinds=(kind, kind), groups=(128, 128))
+    gate_up, down = (jax.tree.map(lambda part: part[0], weight) for weight in of_shared)
+    gate_up = jax.tree.map(lambda part: part.reshape(2, 2, 64, -1).swapaxes(0, 1), gate_up)
+    gate_up = jax.tree.map(lambda part: part.reshape(2, 2, 64, -1), gate_up)
+    chosen, opened = chosen.at[2, 1].set(-1), jnp.linspace(0.5, 1, 12)
+    with simulated():
+        out = jax.jit(mosaic_few.experts)(x, *weights, chosen, scales, Shared(gate_up, down, opened))
+    exact = expected(*wide_ones[:3], np.asarray(chosen), *wide_ones[4:])
+    by_all = expected(wide_ones[0], *wide_shared[1:3], np.zeros((12, 1), np.int32), np.asarray(opened)[:, None])
+    return error(out, exact + by_all)
+
+
 def attend(dtype: Any, H: int, group: int) -> float:
     """Two sequences, the second shorter than a block, over splits of keys; a CTA has several items."""
     q, (k, v) = random(2, 16, 2 * group, H), (random(9, 2, 64, H, seed=seed) for seed in (1, 2))
@@ -269,6 +324,7 @@ CASES = {
     "weight_first_swiglu": weight_first_swiglu,
     "weight_first_fp8": weight_first_fp8,
     **{f"few_bits_{kind}": functools.partial(in_few_bits, kind) for kind in ("int4", "zeros", "fp8")},
+    **{f"experts_{kind}": functools.partial(experts_in_few_bits, kind) for kind in ("int4", "zeros", "fp8")},
     **{
         f"attention_{jnp.dtype(dtype).name}_{name}": functools.partial(attend, dtype, *shape)
         for dtype, (name, shape) in itertools.product(

@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as Spec
 
 from pallas_kernels import _compat
-from pallas_kernels.experts import FewBits, experts, operation_of
+from pallas_kernels.experts import FewBits, Shared, experts, operation_of
 from pallas_kernels.experts.config import default_config, fitted
+from pallas_kernels.experts.few_plan import TURNS, plans_of
 from pallas_kernels.quantized_product.layout import span_of_group
 from pallas_kernels.registry import Device
 from tests.kernels import test_quantized_product
@@ -88,6 +89,58 @@ def test_dense_formula(implementation, dtype, most, case, kinds, groups):
     assert error(out, expected(*wide)) < most
 
 
+@pytest.mark.gpu
+@pytest.mark.in_turns(6)
+@pytest.mark.parametrize("case", [((1,), 3, 7, 128, 256), ((7,), 3, 5, 384, 128), ((2, 8), 8, 300, 256, 384)], ids=str)
+@pytest.mark.parametrize(
+    ("kinds", "shared"),
+    [
+        (("int4", "int4"), None),
+        (("zeros", "zeros"), "zeros"),
+        (("fp8", "fp8"), "fp8"),
+        (("int4", "fp8"), None),
+    ],
+    ids=str,
+)
+def test_few_tokens_on_hopper(kinds, shared, case):
+    """The shared expert is beside the routed ones where it is in as many bits, in e4m3 with numbers one by one."""
+    tokens, _, _, M, D = case
+    operands, wide = narrow(*case, kinds=kinds, groups=(128, 128))
+    by_all, out = None, 0.0
+    if shared is not None:
+        shapes_of_it = (M // 64, 2, 64, D), (D, M)
+        weights, numbers = zip(*(of_all(shared, shape, i) for i, shape in enumerate(shapes_of_it)), strict=True)
+        opened = np.random.default_rng(5).random(tokens).astype(np.float32)
+        by_all = Shared(*weights, jnp.asarray(opened))
+        gate_up = np.asarray(numbers[0], np.float64).swapaxes(0, 1).reshape(1, 2, M, D)
+        down = np.asarray(numbers[1], np.float64)[None]
+        out = expected(operands[0], gate_up, down, np.zeros((*tokens, 1), np.int32), opened[..., None])
+    found = run("mosaic")(*operands, by_all)
+    assert (found.dtype, found.shape) == (BF16, operands[0].shape)
+    assert error(found, expected(*wide) + out) < 5e-3
+
+
+def of_all(kind, shape, seed):
+    """A matrix of a shared expert as dense weights are, and its numbers."""
+    (_, *parts), numbers = test_quantized_product.operands(
+        kind, 128, outputs=int(np.prod(shape[:-1])), inputs=shape[-1], tokens=(1,), seed=seed
+    )
+    parts = (None if part is None else part.reshape(*shape[:-1], -1) for part in parts)
+    return FewBits(*parts), np.asarray(numbers).reshape(shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["zeros", "fp8"])
+def test_a_token_is_the_same_in_any_company_on_hopper(kind):
+    (x, *weights, chosen, scales), _ = narrow((16,), 2, 4, 128, 256, kinds=(kind, kind), groups=(128, 128))
+    clean = np.asarray(run("mosaic")(x, *weights, chosen, scales), np.float32)
+    order = np.random.default_rng(1).permutation(16)
+    moved = run("mosaic")(x[order].at[0].set(jnp.nan), *weights, chosen[order], scales[order])
+    np.testing.assert_array_equal(np.asarray(moved, np.float32)[1:], clean[order[1:]])
+    alone = run("mosaic")(x[3:4], *weights, chosen[3:4], scales[3:4])
+    np.testing.assert_array_equal(np.asarray(alone, np.float32), clean[3:4])
+
+
 @pytest.mark.parametrize(("tokens", "kind"), [(16, "zeros"), (24, "fp8")])
 def test_a_token_is_the_same_in_any_company(tokens, kind):
     """Also beside tokens that are NaN, and in another order."""
@@ -121,6 +174,8 @@ def test_it_lowers_and_is_picked(monkeypatch, capability, kind, tokens):
     for X, M, D in (QWEN35_35B, QWEN35_122B, (256, 128, 3072)):  # the last is a shard of one
         call = shapes(kind, tokens, X, M, D)
         wanted = "reference" if kind == "fp8" and capability < (8, 9) else "triton"
+        if capability == (9, 0) and tokens == 16:
+            wanted = "mosaic"
         assert operation_of(*call[1:3]).choose(call[:4], Device("cuda", capability)).name == wanted
         config = fitted(default_config(tokens, 8, *call[1:3]), *call[1:3])
         bits = 8 if kind == "fp8" else 4
@@ -165,6 +220,67 @@ def test_triton_refuses_in_a_sentence(call, dtype, message):
     with pytest.raises(NotImplementedError, match=message):
         jax.eval_shape(functools.partial(experts, implementation="triton"), *call)
     assert operation_of(*call[1:3]).choose(call[:4], Device("cuda", (9, 0))).name == "reference"
+
+
+def few_shared(kind, parts, units, D, dtype=E4M3):
+    """Shapes of a shared expert, in e4m3 with numbers one by one."""
+
+    def few(*shape):
+        values = (*shape[:-1], shape[-1] // 4) if kind == "int4" else shape
+        scales = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // 128), BF16)
+        return FewBits(jax.ShapeDtypeStruct(values, jnp.uint16 if kind == "int4" else dtype), scales)
+
+    return Shared(few(parts, 2, units, D), few(D, parts * units), jax.ShapeDtypeStruct((16,), F32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "shared", "name"),
+    [
+        ("fp8", 16, few_shared("fp8", 8, 64, 3072), "mosaic"),
+        ("int4", 16, few_shared("int4", 8, 64, 3072), "mosaic"),
+        ("int4", 8, None, "mosaic"),
+        ("int4", 7, None, "triton"),
+        ("int4", 17, None, "triton"),
+        ("int4", 16, few_shared("fp8", 8, 64, 3072), "triton"),  # in other bits
+        ("int4", 16, few_shared("int4", 16, 32, 3072), "triton"),  # in parts of half a block
+        ("int4", 16, few_shared("int4", 4, 64, 3072), "triton"),  # half as wide as the others
+    ],
+)
+def test_which_kernels_few_tokens_on_hopper_have(monkeypatch, kind, tokens, shared, name):
+    monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
+    x, gate_up, down, chosen, weights = shapes(kind, tokens, 256, 512, 3072)
+    call = (x, gate_up, down, chosen, *([] if shared is None else [shared]))
+    assert operation_of(gate_up, down).choose(call, Device("cuda", (9, 0))).name == name
+    if shared is not None and name == "triton":
+        run_it = functools.partial(experts, implementation="mosaic")
+        with pytest.raises(NotImplementedError, match="need a shared expert as wide as the others, in as many bits"):
+            jax.eval_shape(run_it, x, gate_up, down, chosen, weights, shared)
+        return
+    text = cuda_lowering(lambda *given: experts(*given), x, gate_up, down, chosen, weights, shared)
+    assert ("mosaic_gpu" in text, "xla.gpu.triton" in text) == (name == "mosaic", name == "triton")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (shapes("int4", 16, 4, 128, 256, group=64, k=2), "groups of 128 inputs; these have 64"),
+        (shapes("int4", 17, 4, 128, 256, k=2), "up to 16 tokens in bf16; these are 17 in bfloat16"),
+        (shapes("int4", 16, 1025, 128, 256, k=2), "at most 1024 experts; these are 256 and 1025"),
+    ],
+)
+def test_mosaic_refuses_in_a_sentence(call, message):
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(functools.partial(experts, implementation="mosaic"), *call)
+
+
+@pytest.mark.parametrize(("M", "kind"), [(256, "int4"), (512, "fp8"), (1024, "fp8"), (1024, "int4")])
+def test_rings_fit_and_pairs_of_consumers_keep_their_slots(M, kind):
+    x, gate_up, down, *_ = shapes(kind, 16, 256, M, 3072)
+    for plan in plans_of(x, gate_up, down, None):
+        assert plan.stages >= 4
+        assert plan.stages % (TURNS * plan.steps if plan.by_tile else TURNS) == 0
+        in_flight = plan.stages * plan.groups * (128 * plan.line + 2 * 16 * 128)
+        assert 140 << 10 < in_flight < 227 << 10
 
 
 @pytest.mark.parametrize(

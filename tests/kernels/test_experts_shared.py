@@ -101,7 +101,8 @@ def test_lowers_in_few_bits(monkeypatch, bits, dtype):
     weights, opened = jax.ShapeDtypeStruct((16, 8), F32), jax.ShapeDtypeStruct((16,), F32)
     shared = Shared(few(8, 2, 64, 3072, words=False), few(3072, 512, words=False), opened)
     arrays = x, few(256, 2, 512, 3072), few(256, 3072, 512), chosen, weights, shared
-    assert "xla.gpu.triton" in cuda_lowering(lambda *given: experts(*given), *arrays)
+    assert "mosaic_gpu" in cuda_lowering(lambda *given: experts(*given), *arrays)
+    assert "xla.gpu.triton" in cuda_lowering(lambda *given: experts(*given, implementation="triton"), *arrays)
 
 
 def test_a_token_is_what_it_is_alone():

@@ -16,7 +16,16 @@ CASES = [  # of `simulated.CASES`, whose module is not imported here, since it c
     "screened_11",
     *(
         pytest.param(case, marks=pytest.mark.long)  # 10 to 30 s each
-        for case in ("weight_first", "weight_first_fp8", "few_bits_zeros", "few_bits_fp8", "screened_64")
+        for case in (
+            "weight_first",
+            "weight_first_fp8",
+            "experts_int4",
+            "experts_zeros",
+            "experts_fp8",
+            "few_bits_zeros",
+            "few_bits_fp8",
+            "screened_64",
+        )
     ),
     *(
         pytest.param(f"attention_{dtype}_{name}", marks=pytest.mark.long)
