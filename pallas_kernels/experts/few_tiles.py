@@ -75,14 +75,14 @@ def launch(
     dtypes = list(dict.fromkeys(matrix.values.dtype for matrix in weights))
     rings = [tiled((plan.stages, TILE, plan.width(dtype)), dtype) for dtype in dtypes]
 
-    def run(*refs: Any, weight_s: Any, **s: Any) -> None:
+    def body(*refs: Any, weight_s: Any, **s: Any) -> None:
         s["rings"] = dict(zip(dtypes, [weight_s] if len(dtypes) == 1 else [*weight_s], strict=True))
         kernel(s, jax.tree.unflatten(tree, refs[: len(leaves)]), *refs[len(leaves) :])
 
-    run.__name__ = kernel.__name__
+    body.__name__ = kernel.__name__
     experts, pairs = sizes
     results = plgpu.kernel(
-        run,
+        body,
         out_type=outputs,
         grid=(_compat.sm_count(),),
         grid_names=("cta",),
@@ -206,7 +206,7 @@ def _produce(plan: Plan, job: Job, i: Any, tile: Any, s: dict[str, Any]) -> None
 def _multiply(
     plan: Plan, job: Job, i: Any, tile: Any, block: Any, turn: tuple[Any, int], s: dict[str, Any]
 ) -> jax.Array:
-    """Sums [64, tokens] of a block of the CTA's i-th tile; the turn is the first step, and from one to the next."""
+    """Sums [64, tokens] of a block of the CTA's i-th tile; a turn is its first step, and how far it is to the next."""
     start, stride = turn
     rows, ring = pl.ds(job.first(tile, block), ROWS), s["rings"][job.matrix.values.dtype]
     by_group = [part for part in (job.matrix.scales, job.matrix.zeros) if part is not None]

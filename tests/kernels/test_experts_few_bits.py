@@ -260,6 +260,24 @@ def test_which_kernels_few_tokens_on_hopper_have(monkeypatch, kind, tokens, shar
     assert ("mosaic_gpu" in text, "xla.gpu.triton" in text) == (name == "mosaic", name == "triton")
 
 
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+def test_each_device_has_its_share_of_them_on_hopper(monkeypatch, kind):
+    """Also of the shared expert, whose parts are dealt out; with check_vma on, as users run it."""
+    monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
+    x, *weights, chosen, scales = shapes(kind, 16, 256, 1024, 3072)
+    specs = Spec(), *[jax.tree.map(lambda _: SHARE, weight) for weight in weights], Spec(), Spec()
+    specs_of_shared = Shared(Spec("tp"), Spec(None, "tp"), Spec())
+    shard = jax.shard_map(
+        lambda *given: jax.lax.psum(experts(*given), "tp"),
+        mesh=mesh_of(4),
+        in_specs=(*specs, specs_of_shared),
+        out_specs=Spec(),
+    )
+    traced = jax.jit(shard).trace(x, *weights, chosen, scales, few_shared(kind, 16, 64, 3072))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mosaic_gpu" in text, "xla.gpu.triton" in text) == (True, False)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
