@@ -18,10 +18,9 @@ TURNS = 2  # pairs of consumers
 CONSUMERS = BLOCKS * TURNS
 TILE = BLOCKS * ROWS
 LEAST_TOKENS = 8  # fewer touch too few experts: one token of 122B over two takes 30.8 us, and Triton 27.7 (H200)
-_MOST_EXPERTS = 1024  # whose flags wait in shared memory
 _MIN_STAGES = 2 * TURNS
 _GROUPS = 2, 1  # of inputs that a step has: longer runs of a row are read faster
-_BESIDE = 4096  # bytes of shared memory for lists and barriers
+_BESIDE = 4096  # bytes of shared memory for lists of experts and pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Plan:
 
 
 def plans_of(x: Any, gate_up: FewBits, down: FewBits, shared: Shared | None) -> tuple[Plan, Plan]:
-    """Plans of both products."""
+    """Plans of both products; groups of 128 inputs make M and D multiples of 128."""
     (_, _, M, D), tokens = gate_up.shape, -(-tokens_of(x) // ALIGNED) * ALIGNED
 
     def plan(weight: FewBits, inputs: int, tiles: int, *, is_alone: bool) -> Plan:
@@ -91,7 +90,6 @@ def plans_of(x: Any, gate_up: FewBits, down: FewBits, shared: Shared | None) -> 
 
 def refusal(x: Any, gate_up: Any, down: Any, chosen: Any, shared: Shared | None = None) -> str | None:
     """Why these kernels cannot do this call, or None."""
-    del chosen
     if not (isinstance(gate_up, FewBits) and isinstance(down, FewBits)):
         return "The Mosaic experts of few tokens take gate_up and down in few bits, both."
     if x.dtype != jnp.bfloat16 or tokens_of(x) > MAX_STREAM_TOKENS:
@@ -101,11 +99,11 @@ def refusal(x: Any, gate_up: Any, down: Any, chosen: Any, shared: Shared | None 
         )
     if groups := {weight.group for weight in (gate_up, down)} - {LONGEST}:
         return f"The Mosaic experts in few bits need groups of {LONGEST} inputs; these have {min(groups)}."
-    X, _, _, D = gate_up.shape
-    if D % TILE or X > _MOST_EXPERTS:
+    X, P = gate_up.shape[0], chosen.size
+    if (size := 4 * (X + 4) + 4 * (2 * P + 1)) > _BESIDE:  # of what `few_tiles.launch` keeps of them
         return (
-            f"The Mosaic experts in few bits need outputs that {TILE} divides, and at most {_MOST_EXPERTS} experts; "
-            f"these are {D} and {X}."
+            f"The Mosaic experts in few bits have {_BESIDE} bytes of shared memory for lists of experts and pairs; {X} "
+            f"experts and {P} pairs take {size}."
         )
     if shared is None or _is_alike(shared, gate_up, down):
         return None
