@@ -296,6 +296,6 @@ def _random_bits(key: jax.Array, *, shape: tuple[int, ...], rows: int, group: in
     words = jax.random.bits(key, (*shape[:rows], length), jnp.uint8 if length == inputs else jnp.uint16)
     scale = 0.02 / (64 if is_fp8 else 4)  # of e4m3 numbers up to 240, and of numbers from -8 to 7
     scales = jnp.full((*shape[:rows], inputs // group), scale, jnp.bfloat16)
-    if is_fp8:  # without NaN
-        words = lax.bitcast_convert_type(words & (0xF7 if length == inputs else 0xF7F7), dtype)
+    if is_fp8:  # without NaN: a bit of each exponent is 0
+        words = lax.bitcast_convert_type(words & (0xF7 if length == inputs else 0xFF77), dtype)
     return Grouped(words, scales, inner=shape[rows + 1 :])

@@ -79,10 +79,19 @@ def from_compressed(packed: Int32[np.ndarray, "O words"], inputs: int) -> Pairs:
 
 
 def to_words_of_two(numbers: Float8e4m3fn[np.ndarray, "*O I"], span: int) -> Int16[np.ndarray, "*O words"]:
-    """What kernels of experts read: two inputs in e4m3, half a span apart, to a word; a span has an even number."""
-    halves = numbers.view(np.uint8).reshape(*numbers.shape[:-1], -1, 2, span // 2)
-    words = np.empty((*halves.shape[:-2], span // 2, 2), np.uint8)
-    words[..., 0], words[..., 1] = halves[..., 0, :], halves[..., 1, :]
+    """What kernels of experts read: two inputs in e4m3, half a span apart, to a word; a span has an even number.
+
+    Where a word has their bits is in `pallas_kernels.quantized_product.layout`.
+    """
+    halves = numbers.view(np.uint8).reshape(-1, numbers.shape[-1] // span, 2, span // 2)
+    words = np.empty((len(halves), halves.shape[1], span // 2), np.uint16)
+
+    def interleave(rows: slice) -> None:
+        first, second = (halves[rows, :, place].astype(np.uint16) for place in range(2))
+        words[rows] = (first & 0x80) << 8 | (first & 0x7F) << 4
+        words[rows] |= (second & 0x80) << 4 | (second & 0x70) << 8 | (second & 0x0F)
+
+    by_rows(interleave, len(words))
     return words.view("<i2").reshape(*numbers.shape[:-1], -1)
 
 

@@ -102,11 +102,9 @@ def few_bits(key: Array, shape: tuple[int, ...], kind: str) -> FewBits:
     keys = jax.random.split(key, 3)
     of_groups = (*shape[:-1], shape[-1] // GROUP)
     scales = jax.random.uniform(keys[0], of_groups, jnp.float32, 0.5, 1.5) * shape[-1] ** -0.5 / 4
-    if kind == "fp8":
-        pairs = (*shape[:-1], shape[-1] // PLACES_E4M3, PLACES_E4M3)
-        values = (jax.random.normal(keys[1], pairs, jnp.bfloat16) * 4).astype(jnp.float8_e4m3fn)
-        return FewBits(jax.lax.bitcast_convert_type(values, jnp.int16), scales.astype(jnp.bfloat16))
-    words = jax.random.bits(keys[1], (*shape[:-1], shape[-1] // PLACES), jnp.uint16)
+    words = jax.random.bits(keys[1], (*shape[:-1], shape[-1] // (PLACES_E4M3 if kind == "fp8" else PLACES)), jnp.uint16)
+    if kind == "fp8":  # numbers up to 240 instead of -8 to 7, and no NaN: a bit of each exponent is 0
+        return FewBits(jax.lax.bitcast_convert_type(words & 0xFF77, jnp.int16), (scales / 16).astype(jnp.bfloat16))
     points = jax.random.randint(keys[2], of_groups, 1, 17, jnp.int32).astype(jnp.uint8)
     return FewBits(words, scales.astype(jnp.float16), points if kind == "zeros" else None)
 

@@ -1,9 +1,16 @@
 """How weights in few bits lie in memory, and how 16-bit words hold four numbers of 4 bits, or two in e4m3.
 
 A span is 128 inputs of one group, or what divides both. Word j of a span holds inputs j, j + span / 4, j + span / 2
-and j + 3 span / 4, or j and j + span / 2 in e4m3, the first in its lowest bits. So the numbers in one place of a run of
+and j + 3 span / 4, the first in its lowest bits, or j and j + span / 2 in e4m3. So the numbers in one place of a run of
 words are a run of inputs: a kernel shifts and masks two words in a register at once, has two neighbours then, and moves
 nothing to other threads.
+
+The bits of e4m3 numbers, sign s, exponent e and mantissa m, stand where a bfloat16 has them, those of the first as they
+are and of the second after two shifts: five instructions widen two words, where bytes take seven.
+
+    bit of a word    15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+    first number      s              e  e  e  e  m  m  m
+    second number        e  e  e  s                       e  m  m  m
 
 Experts in e4m3 are such words. Other weights in e4m3 are arrays of that dtype, since the tensor cores of a Hopper read
 them in shared memory as they are.
@@ -20,6 +27,14 @@ from jaxtyping import Array, Float, Float8e4m3fn, Int16, UInt8, UInt16
 PLACES = 4  # numbers of a word in 4 bits
 PLACES_E4M3 = 2  # in e4m3
 LONGEST = 128  # inputs of a span: a kernel's step
+# PTX that moves the numbers in a place of a register's two words, $1, to where two bfloat16 have their bits.
+E4M3_BITS = (
+    "and.b32 {}, $1, 0x87f087f0;\n",
+    "shl.b32 high, $1, 4;\n"
+    "shr.b32 low, $1, 4;\n"
+    "and.b32 low, low, 0x07000700;\n"
+    "lop3.b32 {}, high, 0x80f080f0, low, 0xea;\n",  # (a & b) | c
+)
 
 
 class FewBits(NamedTuple):

@@ -55,8 +55,10 @@ def widened(
         numbers = numbers - (MIDDLE if zeros is None else zeros.astype(jnp.float32)[..., None])
     elif values.dtype == jnp.int16:
         words = values.reshape(outputs, -1, span_of(values, scales) // PLACES_E4M3)
-        pairs = lax.bitcast_convert_type(words, jnp.float8_e4m3fn)  # [..., word, place], the lowest bits first
-        numbers = pairs.swapaxes(-1, -2).reshape(outputs, groups, -1).astype(jnp.float32)
+        first = (words >> 8 & 0x80) | (words >> 4 & 0x7F)
+        second = (words >> 4 & 0x80) | (words >> 8 & 0x70) | (words & 0x0F)
+        bits = jnp.stack([first, second], axis=2).astype(jnp.uint8)
+        numbers = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).reshape(outputs, groups, -1).astype(jnp.float32)
     else:
         numbers = values.reshape(outputs, groups, -1).astype(jnp.float32)
     return (numbers * scales.astype(jnp.float32)[..., None]).reshape(outputs, -1)

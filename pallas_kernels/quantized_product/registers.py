@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref, vector
 from jaxtyping import BFloat16, Int16, UInt16
 
 from pallas_kernels import _compat
-from pallas_kernels.quantized_product.layout import LONGEST, PLACES
+from pallas_kernels.quantized_product.layout import E4M3_BITS, LONGEST, PLACES
 from pallas_kernels.quantized_product.reference import MIDDLE
 
 TILE = 8  # columns of a tile of wgmma's layout
@@ -83,14 +83,8 @@ def e4m3_numbers(words: Int16[jax.Array, "R W"], first: int, place: int) -> BFlo
     def unpack(ctx: Any, words: FragmentedArray) -> FragmentedArray:
         del ctx
         i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
-        text = (
-            "{ .reg .b32 bits, sign;\n"
-            f"shl.b32 bits, $1, {0 if place else 8};\n"
-            "and.b32 sign, bits, 0x80008000;\n"
-            "shr.b32 bits, bits, 4;\n"
-            "lop3.b32 bits, bits, 0x07f007f0, sign, 0xea;\n"  # (a & b) | c
-            "mul.rn.bf16x2 $0, bits, $2; }"
-        )
+        moved = E4M3_BITS[place].format("bits")
+        text = "{ .reg .b32 bits, high, low;\n" + moved + "mul.rn.bf16x2 $0, bits, $2; }"
         run = words.registers[:, first // TILE : (first + HALF) // TILE]
         unpacked = np.empty_like(run)
         for index, register in np.ndenumerate(run):

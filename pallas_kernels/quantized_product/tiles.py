@@ -17,7 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.quantized_product.layout import PLACES, PLACES_E4M3, places_of, span_of_group
+from pallas_kernels.quantized_product.layout import (
+    E4M3_BITS,
+    PLACES,
+    PLACES_E4M3,
+    places_of,
+    span_of_group,
+)
 from pallas_kernels.quantized_product.reference import MIDDLE
 
 LEAST = 16  # inputs and rows of x of an MMA
@@ -144,19 +150,16 @@ _E4M3_FACTORS = 2.0**64, 2.0**56
 def small_e4m3(words: jax.Array, place: int, is_plain: bool) -> jax.Array:
     """The e4m3 numbers in one of the two places of 16-bit words, times 2**-120, in bfloat16; NaN is 480.
 
-    The bits of a number are those of a bfloat16 whose exponent has another bias. Moving two at a time takes three or
-    four instructions, where conversions by way of float16 and float32 take four, two at half the rate of others.
+    The bits of a number are those of a bfloat16 whose exponent has another bias. Moving two at a time takes one or
+    four instructions (`layout`), where conversions by way of float16 and float32 take four, two at half the rate.
     """
     if is_plain:
-        bits = words << 8 if place == 0 else words
-        bits = (bits & jnp.int16(-0x8000)) | ((bits >> 4) & jnp.int16(0x07F0))
+        bits = words & jnp.int16(0x87F0 - 0x10000)
+        if place == 1:
+            bits = (words << 4 & jnp.int16(0x80F0 - 0x10000)) | (words >> 4 & jnp.int16(0x0700))
         return lax.bitcast_convert_type(bits, jnp.bfloat16)
     [small] = pltriton.elementwise_inline_asm(
-        "{ .reg .b32 bits, sign;\n"
-        f"shl.b32 bits, $1, {0 if place else 8};\n"
-        "and.b32 sign, bits, 0x80008000;\n"
-        "shr.b32 bits, bits, 4;\n"
-        "lop3.b32 $0, bits, 0x07f007f0, sign, 0xea; }",  # (a & b) | c
+        "{ .reg .b32 high, low;\n" + E4M3_BITS[place].format("$0") + " }",
         args=[words],
         constraints="=r,r",
         pack=2,

@@ -130,7 +130,8 @@ def numbers(words: Any, first: int, places: tuple[int, int]) -> Any:
 def e4m3_numbers(words: Any, first: int, place: int) -> Any:
     """As `quantized_product.registers` says."""
     run = lax.bitcast_convert_type(words[:, first : first + registers.HALF], jnp.uint16)
-    return lax.bitcast_convert_type((run >> 8 * place & 255).astype(jnp.uint8), E4M3).astype(BF16)
+    bits = (run >> 4 & 0x80) | (run >> 8 & 0x70) | (run & 0x0F) if place else (run >> 8 & 0x80) | (run >> 4 & 0x7F)
+    return lax.bitcast_convert_type(bits.astype(jnp.uint8), E4M3).astype(BF16)
 
 
 def list_touched(chosen: Any, experts: int, touched: Any, copy: Any, flags: Any) -> None:

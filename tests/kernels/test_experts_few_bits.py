@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as Spec
 
+from dflash_jax.weights import packing
 from pallas_kernels import _compat
 from pallas_kernels.experts import FewBits, Shared, experts, operation_of
 from pallas_kernels.experts.config import default_config, fitted
@@ -21,6 +22,8 @@ from tests.kernels.cases import BF16, E4M3, F32, cuda_lowering, error, mesh_of
 from tests.kernels.test_experts import QWEN35_35B, QWEN35_122B, expected, routed, run
 
 WIDE = "bf16"
+# Where a word has each bit of its two numbers in e4m3, the lowest first.
+BITS = (4, 5, 6, 7, 8, 9, 10, 15), (0, 1, 2, 3, 12, 13, 14, 11)
 
 
 def stack(kind, group, shape, touched, seed):
@@ -37,13 +40,21 @@ def stack(kind, group, shape, touched, seed):
 
 
 def in_words(numbers, span):
-    """Two inputs in e4m3 to a word, half a span apart, put there number by number."""
+    """Two inputs in e4m3 to a word, half a span apart, put there bit by bit."""
     numbers, half = numbers.view(np.uint8), span // 2
     words = np.zeros((len(numbers), numbers.shape[1] // 2), np.uint16)
     for column in range(numbers.shape[1]):
         at, place = divmod(column, span)
-        words[:, at * half + place % half] |= numbers[:, column].astype(np.uint16) << (8 * (place // half))
+        for bit, target in enumerate(BITS[place // half]):
+            words[:, at * half + place % half] |= (numbers[:, column].astype(np.uint16) >> bit & 1) << target
     return jnp.asarray(words.view(np.int16))
+
+
+@pytest.mark.parametrize("span", [32, 128])
+def test_words_are_packed_bit_by_bit(span):
+    numbers = np.random.default_rng(span).integers(0, 256, (3, 5, 2 * span), np.uint8)
+    words = packing.to_words_of_two(numbers.view(E4M3), span)
+    np.testing.assert_array_equal(words, in_words(numbers.reshape(15, -1), span).reshape(3, 5, -1))
 
 
 def narrow(tokens, k, X, M, D, kinds=("int4", "int4"), groups=(32, 32), dtype=BF16):
