@@ -113,10 +113,16 @@ def project_heads(
 def project_beside(
     x: Float[Array, "B T D"] | QuantizedRows, weight: Array | Weight, narrow: Array | Weight, devices: Devices
 ) -> tuple[Float[Array, "B T K *J"], Float[Array, "B T K *L"]]:
-    """`project_heads` by a weight [K, *J, D], and by another of few rows [K, *L, D]: one device needs one kernel."""
-    if devices.is_single:
-        return project_both(x, weight, narrow)
-    return project_heads(x, weight, None, devices), project_heads(x, narrow, None, devices, is_narrow=True)
+    """`project_heads` by a weight [K, *J, D], and by another of few rows [K, *L, D], in one kernel where it can be."""
+    weight, narrow = weight_of(weight), weight_of(narrow)
+    if not (devices.is_single or (devices.has_kernels and weight.needs_kernels)):
+        return project_heads(x, weight, None, devices), project_heads(x, narrow, None, devices, is_narrow=True)
+    matrices = weight, narrow
+    parts = [matrix.shard(0, AXIS) if devices.share(matrix.shape[0]) else None for matrix in matrices]
+    in_specs = (WHOLE, *(WHOLE if part is None else part for part in parts))
+    out_specs = tuple(WHOLE if part is None else PartitionSpec(None, None, AXIS) for part in parts)
+    projected: tuple[Array, Array] = devices.on_each(project_both, in_specs, out_specs)(x, *matrices)
+    return projected
 
 
 def project_whole(

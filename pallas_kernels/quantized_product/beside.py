@@ -14,7 +14,7 @@ from pallas_kernels.lib.measured import tokens_of
 from pallas_kernels.lib.shared_memory import ALIGNED
 from pallas_kernels.quantized_product import mosaic, mosaic_plan
 
-_MIN_BYTES = 40 << 20  # of numbers of the first weight; beside smaller ones it was not measured
+_MIN_BYTES = 20 << 20  # of numbers of the first weight; beside smaller ones it was not measured
 _MOST_ROWS = 24  # of the other weight, on a multiprocessor
 
 

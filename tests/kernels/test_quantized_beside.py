@@ -74,7 +74,7 @@ def test_a_broken_token_breaks_no_other(kind):
         ((9, 0), 64, 16384, 96, "mosaic"),
         ((9, 0), 65, 16384, 96, "apart"),
         ((9, 0), 16, 16384, 192, "apart"),  # more rows on a multiprocessor than were measured
-        ((9, 0), 16, 4096, 96, "apart"),  # a smaller weight than was measured
+        ((9, 0), 16, 2048, 96, "apart"),  # a smaller weight than was measured
         ((9, 0), 16, 16384, 97, "apart"),  # no tiles of 8 rows
         ((9, 0), 16, 16384, 0, "apart"),
         ((8, 9), 16, 16384, 96, "apart"),
