@@ -2,9 +2,9 @@
 
 One CTA takes one row. It stores the row, word by word, into mailboxes in the memory of the other devices, and polls its
 own mailboxes until they hold no word ``EMPTY``. Empty mailboxes are full of that word, and nobody sends it: so the data
-are their own flag, and a row takes one trip. A call of few rows sends every row to every device (one shot). In a call
-of more rows, each row has one device that sums it and sends the sum to the others (two shots): each of W devices then
-sends 2 (W - 1) / W of the data instead of W - 1.
+are their own flag, and a row takes one trip. A call of few rows, or of two devices, sends every row to every device
+(one shot). In a call of more rows, each row has one device that sums it and sends the sum to the others (two shots):
+each of W devices then sends 2 (W - 1) / W of the data instead of W - 1.
 
 Each mailbox exists three times, for calls in turn. A call fills the mailboxes of its turn and empties those of the turn
 before. The mailboxes that a call fills were emptied two calls earlier, by a device that has since sent data that this
@@ -28,7 +28,7 @@ from jaxlib.mlir.dialects import arith, memref
 from jaxtyping import Array, Float
 
 from pallas_kernels import _compat
-from pallas_kernels.all_reduce.peers import EMPTY, MAX_ROWS, ONE_SHOT_ROWS, THREADS, TURNS, Peers
+from pallas_kernels.all_reduce.peers import EMPTY, MAX_ROWS, THREADS, TURNS, Peers, one_shot_rows
 from pallas_kernels.all_reduce.words import integer, long, place, ptx, receive, send, store, thread
 from pallas_kernels.lib.norm import weighted
 
@@ -123,7 +123,7 @@ def _layout(width: int, dtype: Any) -> Any:
 def _exchanged(row: jax.Array, y: Any, table: Any, peers: Peers, layout: Any) -> jax.Array:
     """A row of ``y`` summed over all devices in the order of their ranks, in float32, and then rounded."""
     W, D = (table.shape[0] - 1) // 2, y.shape[1]
-    is_one_shot = y.shape[0] <= ONE_SHOT_ROWS
+    is_one_shot = y.shape[0] <= one_shot_rows(W)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WG_SPLAT(()), layout, plgpu.RefType()),
@@ -177,10 +177,11 @@ class _Mailboxes:
     def of(self, device: Any, sender: Any, turn: Any = None) -> Any:
         """Address of a sender's mailbox for the row on a device; ``turn`` None is this turn."""
         turn = self._turn if turn is None else turn
-        rows = ONE_SHOT_ROWS if self._is_one_shot else MAX_ROWS
+        of_one_shot = one_shot_rows(self._devices)
+        rows = of_one_shot if self._is_one_shot else MAX_ROWS
         entry = arith.addi(arith.muli(turn, integer(rows)), self.row)
         entry = arith.addi(arith.muli(entry, integer(self._senders)), sender)
-        first = 0 if self._is_one_shot else TURNS * ONE_SHOT_ROWS * self._devices
+        first = 0 if self._is_one_shot else TURNS * of_one_shot * self._devices
         entry = long(arith.addi(entry, integer(first)))
         offset = arith.addi(arith.muli(entry, long(self._peers.row_bytes)), long(self._peers.header_bytes))
         return arith.addi(self._base(device), offset)

@@ -16,10 +16,16 @@ from jaxtyping import Array, UInt32
 THREADS = 128  # of the warpgroup that takes a row
 EMPTY = 0xFFFFFFFF  # fills empty mailboxes, and nobody sends it: so memory itself tells what has arrived
 ONE_SHOT_ROWS = 32  # of one call; up to so many every device sends every row to every other: a second hop costs more
+PAIR = 2  # so many devices send as many bytes in one shot as in two, so it is one for all rows
 MAX_ROWS = 256  # of one call; with more NCCL is faster
 TURNS = 3  # copies of each mailbox: one for this call, one for the call before, which this call empties, and one empty
 _GRAIN = 16 * THREADS  # bytes that the threads of a row write at a time; rows of mailboxes are a multiple of it
 _HEADER = 4 * 2 * MAX_ROWS  # bytes: a counter of turns for each row of one-shot and of two-shot calls
+
+
+def one_shot_rows(devices: int) -> int:
+    """Rows up to which a call of so many devices takes one shot."""
+    return MAX_ROWS if devices == PAIR else ONE_SHOT_ROWS
 
 
 def reach_each_other(devices: Sequence[jax.Device]) -> bool:
@@ -86,7 +92,8 @@ class Peers:
     @staticmethod
     def bytes_of(devices: int, row_bytes: int) -> int:
         """Bytes of each device's memory that the mailboxes take; ``row_bytes`` is not rounded up here."""
-        rows = ONE_SHOT_ROWS * devices + MAX_ROWS * (devices + 1)
+        rows_of_two_shots = MAX_ROWS if one_shot_rows(devices) < MAX_ROWS else 0
+        rows = one_shot_rows(devices) * devices + rows_of_two_shots * (devices + 1)
         return _HEADER + TURNS * rows * row_bytes
 
     @property

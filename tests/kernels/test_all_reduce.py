@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from pallas_kernels import Peers, all_reduce, all_reduce_add_norm
 from pallas_kernels.all_reduce import mosaic, reach_each_other
-from pallas_kernels.all_reduce.peers import MAX_ROWS, ONE_SHOT_ROWS
+from pallas_kernels.all_reduce.peers import MAX_ROWS, ONE_SHOT_ROWS, one_shot_rows
 from tests.kernels.cases import BF16, F32, cuda_lowering
 from tests.kernels.conftest import ON_GPU
 
@@ -150,6 +150,13 @@ def test_both_kinds_lower_for_cuda(rows, width, dtype):
     operands = struct((rows, width), dtype), struct((DEVICES, rows, width), dtype), struct((width,), dtype), peers()
     for with_norm in (False, True):
         assert "mosaic_gpu" in cuda_lowering(program(with_norm, "mosaic"), *operands)
+
+
+def test_two_devices_have_mailboxes_for_one_shot_alone():
+    """A counter for each row of both kinds of calls comes first; each mailbox exists three times."""
+    assert [one_shot_rows(devices) for devices in (2, 3, 4, 8)] == [256, 32, 32, 32]
+    assert Peers.bytes_of(2, 6144) == 4 * 2 * 256 + 3 * (256 * 2) * 6144
+    assert Peers.bytes_of(4, 6144) == 4 * 2 * 256 + 3 * (32 * 4 + 256 * 5) * 6144
 
 
 def test_what_the_kernel_refuses_is_said_and_left_to_the_library():
