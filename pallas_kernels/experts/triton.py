@@ -2,8 +2,8 @@
 
 A program multiplies some rows of one expert's weight by the tokens of a block, along all inputs, so weights stream
 through once. Rows of the weight are the first operand of the MMA, tokens the second. Up to 16 tokens need no sorting: a
-block's rows are all tokens, and each program finds out by itself which of them chose its expert. There the first
-programs have the shared expert, whose two products would be kernels of 3 to 6 us each where they add 2 (BENCH.md).
+block's rows are all tokens, and each program finds out by itself which of them chose its expert. Up to 256 the first
+programs may have the shared expert, whose two products would be kernels of 3 to 6 us each where they add 2 (BENCH.md).
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from pallas_kernels.quantized_product.layout import FewBits
 from pallas_kernels.quantized_product.tiles import group_refusal
 
 LEAST = 16  # rows and inputs of a tile: the least that the MMA takes
+# Tokens up to which programs have the shared expert, in 16 and in few bits; each block of rows reads all of it.
+MAX_JOINED_TOKENS = 64, 256
 
 
 class Work(NamedTuple):
@@ -38,11 +40,13 @@ class Work(NamedTuple):
         operands: from which a program finds its rows.
         find: inside a kernel, the rows of a block; takes references to the operands, and the number of the block.
         blocks: how many there are.
+        rows: of a block.
     """
 
     operands: tuple[Array, ...]
     find: Callable[[Any, Any], Rows]
     blocks: int
+    rows: int = MAX_STREAM_TOKENS
 
 
 class Rows(NamedTuple):
@@ -102,7 +106,7 @@ def experts(
     if tokens * k == 0:
         return jnp.zeros_like(x)
     config = fitted(config or default_config(tokens, k, gate_up, down), gate_up, down)
-    is_joined = shared is not None and tokens <= MAX_STREAM_TOKENS and shared.width % config.gate_up.rows == 0
+    is_joined = shared is not None and _can_join(shared, tokens, config)
     apart = None if shared is None or is_joined else output(x, shared, kernels=not interpret)
     joined = shared._replace(weights=shared.weights.reshape(-1)) if shared is not None and is_joined else None
     operands = (x.reshape(-1, D), gate_up, down, chosen.reshape(-1, k), weights.reshape(-1, k), joined)
@@ -112,10 +116,17 @@ def experts(
     dtype = jnp.float32 if config.tokens < MANY_ROWS else x.dtype
     parts = down_product(hidden, down, scales, joined, work, config.down, dtype, interpret=interpret)
     if tokens > MAX_STREAM_TOKENS:
-        total = summed(parts, chosen, X).reshape(x.shape)
+        total = summed(parts[: tokens * k], chosen, X).reshape(x.shape)
+        apart = parts[tokens * k :].reshape(x.shape) if is_joined else apart
         return (total if apart is None else total + apart).astype(x.dtype)
     terms = [*parts.reshape(-1, *x.shape), *([] if apart is None else [apart])]
     return functools.reduce(jnp.add, terms).astype(x.dtype)  # in a fixed order
+
+
+def _can_join(shared: Shared, tokens: int, config: Config) -> bool:
+    """Whether programs of both products have the shared expert, too."""
+    most = MAX_JOINED_TOKENS[isinstance(shared.gate_up, FewBits)]
+    return tokens <= most and config.tokens < MANY_ROWS and shared.width % config.gate_up.rows == 0
 
 
 def plan(chosen: Int[Array, "T k"], experts: int, config: Config, *, interpret: bool) -> Work:
@@ -126,7 +137,8 @@ def plan(chosen: Int[Array, "T k"], experts: int, config: Config, *, interpret: 
     if tokens <= MAX_STREAM_TOKENS:
         return Work((chosen,), functools.partial(_rows_of_tokens, experts=experts), tokens * k)
     blocks = sort(chosen, experts, config.tokens, interpret=interpret)
-    return Work(tuple(blocks), functools.partial(_rows_of_list, rows=config.tokens), len(blocks.expert))
+    find = functools.partial(_rows_of_list, rows=config.tokens)
+    return Work(tuple(blocks), find, len(blocks.expert), config.tokens)
 
 
 def gate_up_product(
@@ -142,11 +154,11 @@ def gate_up_product(
     """Hidden units of each pair [P, M], those of skipped pairs not written; and the shared expert's [T, F]."""
     X, _, M, _ = gate_up.shape
     sizes = [(len(x) * k, M)] + ([(len(x), shared.width)] if shared is not None else [])
-    first = 0 if shared is None else shared.width // tile.rows
+    first = 0 if shared is None else shared.width // tile.rows * pl.cdiv(len(x), work.rows)
     units = 0 if shared is None else shared.gate_up.shape[2]
     hidden: list[Array] = _compat.triton_call(
         functools.partial(
-            _gate_up, find=work.find, tile=tile, k=k, sizes=(X, M), first=first, units=units, is_plain=interpret
+            _gate_up, work=work, tile=tile, k=k, sizes=(X, M), first=first, units=units, is_plain=interpret
         ),
         grid=(first + work.blocks * (M // tile.rows),),
         out_shape=[_compat.out_like(size, x.dtype, x) for size in sizes],
@@ -171,14 +183,14 @@ def down_product(
 ) -> Array:
     """Weighted outputs of all pairs.
 
-    Of up to 16 tokens they are [k, T, D], zeros for skipped pairs, with the shared expert's behind them; of more
-    [T, k, D], those of skipped pairs not written.
+    Of up to 16 tokens they are [k, T, D], zeros for skipped pairs; of more [T, k, D], those of skipped pairs not
+    written. The shared expert's are behind them.
     """
     X, D, _ = down.shape
     rows = weights.size + (len(weights) if shared is not None else 0)
-    first = 0 if shared is None else D // tile.rows
+    first = 0 if shared is None else D // tile.rows * pl.cdiv(len(weights), work.rows)
     [parts] = _compat.triton_call(
-        functools.partial(_down, find=work.find, tile=tile, sizes=(X, D), first=first, is_plain=interpret),
+        functools.partial(_down, work=work, tile=tile, sizes=(X, D), first=first, is_plain=interpret),
         grid=(first + work.blocks * (D // tile.rows),),
         out_shape=[_compat.out_like((rows, D), dtype, hidden[0])],
         num_warps=tile.num_warps,
@@ -213,7 +225,7 @@ def _matrix(weight: Array | FewBits) -> Any:
 
 def _gate_up(
     operands: Any, x: Any, weight: Any, shared: Any, hidden: Any, *by_all: Any,
-    find: Callable[..., Rows], tile: Tile, k: int, sizes: tuple[int, int], first: int, units: int, is_plain: bool,
+    work: Work, tile: Tile, k: int, sizes: tuple[int, int], first: int, units: int, is_plain: bool,
 ) -> None:  # fmt: skip
     """One program: some hidden units of the rows of a block; the first ones have the shared expert's."""
     experts, width = sizes
@@ -230,7 +242,7 @@ def _gate_up(
 
     def routed() -> None:
         block, part = _place(program, width // tile.rows)
-        rows = find(operands, block)
+        rows = work.find(operands, block)
 
         @pl.when((rows.expert >= 0) & (rows.expert < experts))
         def _() -> None:
@@ -244,15 +256,16 @@ def _gate_up(
 
     @pl.when(program < 0)
     def _() -> None:
-        unit = (program + first) * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
+        block, place = _place(program + first, by_all[0].shape[1] // tile.rows)
+        unit = place * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
         part = lax.div(unit, jnp.full_like(unit, units))  # of its width; gate and up of each follow each other
-        rows = _all_tokens(x.shape[0], 0)
+        rows = _all_tokens(x.shape[0], 0, block, work.rows)
         store(by_all[0], rows, rows.pair, shared, unit, unit + part * units, unit + (part + 1) * units)
 
 
 def _down(
     operands: Any, hidden: Any, weight: Any, weights: Any, shared: Any, parts: Any, *,
-    find: Callable[..., Rows], tile: Tile, sizes: tuple[int, int], first: int, is_plain: bool,
+    work: Work, tile: Tile, sizes: tuple[int, int], first: int, is_plain: bool,
 ) -> None:  # fmt: skip
     """One program: some outputs of the rows of a block; the first ones have the shared expert's."""
     experts, width = sizes
@@ -265,7 +278,7 @@ def _down(
 
     def routed() -> None:
         block, part = _place(program, width // tile.rows)
-        rows = find(operands, block)
+        rows = work.find(operands, block)
         column = part * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
         is_expert = (rows.expert >= 0) & (rows.expert < experts)
 
@@ -284,9 +297,10 @@ def _down(
 
     @pl.when(program < 0)
     def _() -> None:
-        column = (program + first) * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
+        block, part = _place(program + first, width // tile.rows)
+        column = part * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
         matrix, opened = shared
-        rows = _all_tokens(opened.shape[0], weights.shape[0])
+        rows = _all_tokens(opened.shape[0], weights.shape[0], block, work.rows)
         store(rows, hidden[1], matrix, column, column, opened)
 
 
@@ -303,9 +317,9 @@ def _place(program: Any, parts: int) -> tuple[Any, Any]:
     return lax.div(program, jnp.int32(parts)), lax.rem(program, jnp.int32(parts))
 
 
-def _all_tokens(tokens: int, first: int) -> Rows:
-    """The rows of the shared expert, up to 16 tokens; its outputs are behind `first` others."""
-    token = jnp.arange(MAX_STREAM_TOKENS, dtype=jnp.int32)
+def _all_tokens(tokens: int, first: int, block: Any, rows: int) -> Rows:
+    """The rows of a block of the shared expert, whose outputs are behind `first` others."""
+    token = block * rows + jnp.arange(rows, dtype=jnp.int32)
     return Rows(jnp.int32(0), token, token < tokens, first + token, jnp.int32(-1))  # out of range from `tokens` on
 
 

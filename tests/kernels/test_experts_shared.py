@@ -18,7 +18,7 @@ from tests.kernels.test_experts import expected, routed
 from tests.kernels.test_experts_few_bits import narrow
 
 WIDTHS = {"parts of 16": (4, 16), "one part": (1, 64), "no whole tiles": (3, 16)}  # E, I
-PLACES = {"one token": (1,), "few tokens": (2, 3), "sixteen": (16,), "sorted": (3, 7)}
+PLACES = {"one token": (1,), "few tokens": (2, 3), "sixteen": (16,), "sorted": (3, 7), "apart": (5, 13)}
 
 
 def shared_of(tokens, parts, units, D, dtype=BF16):
@@ -115,9 +115,9 @@ def test_a_token_is_what_it_is_alone():
     np.testing.assert_array_equal(whole[3:4], alone)
 
 
-@pytest.mark.parametrize(("tokens", "kernels"), [(1, 2), (16, 2), (17, 3)])
+@pytest.mark.parametrize(("tokens", "kernels"), [(1, 2), (16, 2), (17, 3), (64, 3)])
 def test_few_tokens_take_two_kernels(monkeypatch, tokens, kernels):
-    """From 17 tokens on there is a third, which sorts, and the shared expert is XLA's here."""
+    """From 17 tokens on there is a third, which sorts; up to 64 the shared expert is part of the others."""
     monkeypatch.setattr(_compat, "compute_capability", lambda: (9, 0))
     arrays = jax.eval_shape(lambda: (*routed((tokens,), 8, 16, 512, 2048), shared_of((tokens,), 16, 32, 2048)))
     text = cuda_lowering(lambda *given: experts(*given), *arrays)
