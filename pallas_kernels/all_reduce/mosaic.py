@@ -72,7 +72,7 @@ def all_reduce_add_norm(
 
     def all_reduce_add_norm_kernel(table: Any, x: Any, y: Any, weight: Any, total: Any, normed: Any) -> None:
         row = jax.lax.axis_index("row")
-        before, scale = (plgpu.load(ref, index, layout=layout) for ref, index in ((x, row), (weight, ())))
+        before, scale = (_compat.smem_load(ref, layout) for ref in (x.at[row], weight))
         summed = _exchanged(row, y, table, peers, layout)
         rounded = (before.astype(jnp.float32) + summed.astype(jnp.float32)).astype(dtype)
         total[row] = rounded
@@ -150,7 +150,7 @@ def _exchanged(row: jax.Array, y: Any, table: Any, peers: Peers, layout: Any) ->
         boxes.next_turn()
         return total
 
-    return exchange(row, plgpu.load(y, row, layout=layout), table)
+    return exchange(row, _compat.smem_load(y.at[row], layout), table)
 
 
 class _Mailboxes:
