@@ -8,6 +8,7 @@ steps in turns, and the first consumer adds up and finishes; or tiles, where blo
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat
 from pallas_kernels.experts.few_plan import BLOCKS, CONSUMERS, ROWS, TILE, TURNS, Plan
 from pallas_kernels.experts.pairs import list_touched
+from pallas_kernels.lib import prefetch
 from pallas_kernels.lib.shared_memory import tiled
 from pallas_kernels.quantized_product import registers
 from pallas_kernels.quantized_product.mosaic_plan import registers_of
@@ -182,9 +184,12 @@ def _meet(sums: jax.Array, i: Any, me: Any, finish: Callable[[list[jax.Array]], 
 
 
 def _produce(plan: Plan, job: Job, i: Any, tile: Any, s: dict[str, Any]) -> None:
-    """Copy the CTA's i-th tile into the ring, as slots come free."""
-    values = job.matrix.values
+    """Copy the CTA's i-th tile into the ring, as slots come free, and fetch its scales into L2."""
+    values, *by_group = job.matrix
     ring, width = s["rings"][values.dtype], plan.width(values.dtype)
+    for part, block in itertools.product(by_group, range(BLOCKS)):
+        if part is not None:
+            prefetch.into_l2(part, job.first(tile, block), ROWS)
 
     def step(k: Any, nothing: None) -> None:
         count = i * plan.steps + k
