@@ -35,7 +35,7 @@ PARTS = (
     ("verify_shared_expert", re.compile(r"/shared_expert/")),
     ("verify_experts", re.compile(r"experts")),
     ("verify_gated_delta", re.compile(r"gated_(delta|norm)")),  # all of the block but projections, which are products
-    ("verify_gemm", re.compile(r" (swiglu|product|narrow_product|quantized_product)\S*$")),
+    ("verify_gemm", re.compile(r" (swiglu|product|narrow_product|quantized_product|split_in_pieces)\S*$")),
     ("verify_other", re.compile(r"add_norm(?!.*dot)")),  # the scope of a fused product contains it as well
     (
         "verify_attention",  # projections are written in self_attn, the attention itself beside it

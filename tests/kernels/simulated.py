@@ -28,20 +28,21 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret,
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _compat, paged_attention, product, quantized_product_beside, swiglu
+from pallas_kernels import _compat, paged_attention, product, quantized_product_beside, quantized_swiglu, swiglu
 from pallas_kernels.experts import Shared, few_tiles, mosaic_few
 from pallas_kernels.largest_product import screened
 from pallas_kernels.largest_product.screen import approximate, screen_of
 from pallas_kernels.largest_product.terms import terms_of
-from pallas_kernels.lib import int4_kv, warp_product
+from pallas_kernels.lib import int4_kv, prefetch, warp_product
 from pallas_kernels.paged_attention import mosaic as attention
 from pallas_kernels.paged_attention import mosaic_kernel
 from pallas_kernels.quantized_product import mosaic as quantized
-from pallas_kernels.quantized_product import registers
+from pallas_kernels.quantized_product import registers, swiglu_pieces
 from tests.kernels.cases import BF16, E4M3, error
 from tests.kernels.test_experts import expected
 from tests.kernels.test_experts_few_bits import narrow
 from tests.kernels.test_quantized_product import operands
+from tests.kernels.test_quantized_swiglu import gate_up
 
 WEIGHT_FIRST = [importlib.import_module(f"pallas_kernels.{name}.weight_first") for name in ("product", "swiglu")]
 swiglu_weight_first = WEIGHT_FIRST[1]
@@ -134,6 +135,16 @@ def e4m3_numbers(words: Any, first: int, place: int) -> Any:
     return lax.bitcast_convert_type(bits.astype(jnp.uint8), E4M3).astype(BF16)
 
 
+def split(x: Any, tokens: int) -> Any:
+    """As `quantized_product.pieces` says."""
+    rows = jnp.pad(x.astype(jnp.float32), ((0, tokens - len(x)), (0, 0))).reshape(tokens, -1, 128)
+    factor = jnp.exp2(jnp.floor(jnp.log2(jnp.maximum(jnp.abs(rows).max(-1), 1e-30))) - 7)
+    scaled = rows / factor[..., None]
+    first = scaled.astype(E4M3)
+    second = (scaled - first.astype(jnp.float32)).astype(E4M3)
+    return first.reshape(tokens, -1), second.reshape(tokens, -1), factor.T
+
+
 def list_touched(chosen: Any, experts: int, touched: Any, copy: Any, flags: Any) -> None:
     """As `experts.pairs` says."""
     copy[...], flags[...] = chosen[...], jnp.zeros(flags.shape, jnp.int32)
@@ -213,7 +224,9 @@ def simulated(multiprocessors: int = 6) -> Iterator[None]:
         (jaxpr_interpret.JaxprInterpreter, "_interpret_wgmma_ref_p", interpret_wgmma),
         # Nobody waits for the last time that a slot is given back, to which the interpreter objects.
         (shared_memory.Barrier, "deallocate", lambda self: setattr(self, "ref_count", self.ref_count - 1)),
-        *((module, "store_transposed", store_transposed) for module in (*WEIGHT_FIRST, quantized)),
+        *((module, "store_transposed", store_transposed) for module in (*WEIGHT_FIRST, quantized, swiglu_pieces)),
+        (swiglu_pieces, "split", split),
+        (prefetch, "into_l2", lambda array, first, count: None),
         (registers, "numbers", numbers),
         (registers, "e4m3_numbers", e4m3_numbers),
         (mosaic_few, "store_transposed", store_transposed),
@@ -267,6 +280,17 @@ def weight_first_fp8() -> float:
     exact, of_both = wide(x.astype(jnp.float32) * of_tokens[:, None], weight.astype(jnp.float32) * of_units[..., None])
     gate, up = np.einsum("td,ehid->htei", exact, of_both)
     return error(out, (gate / (1 + np.exp(-gate)) * up).reshape(12, -1))
+
+
+def swiglu_of_pieces() -> float:
+    """Two tiles of 136 units, of which three consumers have the last 64 twice; slots are used again."""
+    sizes = (12,), 2, 136, 1024
+    x, weight, _ = gate_up("fp8", *sizes)
+    x *= jnp.exp2(jnp.arange(1024) // 128).astype(BF16)  # each group has another factor
+    *_, hidden = gate_up("fp8", *sizes, x=x)
+    with simulated():
+        out = jax.jit(functools.partial(quantized_swiglu, implementation="mosaic_pieces"))(x, *weight)
+    return error(out, hidden) / 2
 
 
 def in_few_bits(kind: str) -> float:
@@ -324,6 +348,7 @@ CASES = {
     "weight_first": weight_first,
     "weight_first_swiglu": weight_first_swiglu,
     "weight_first_fp8": weight_first_fp8,
+    "swiglu_of_pieces": swiglu_of_pieces,
     **{f"few_bits_{kind}": functools.partial(in_few_bits, kind) for kind in ("int4", "zeros", "fp8")},
     **{f"experts_{kind}": functools.partial(experts_in_few_bits, kind) for kind in ("int4", "zeros", "fp8")},
     **{

@@ -19,6 +19,7 @@ CASES = [  # of `simulated.CASES`, whose module is not imported here, since it c
         for case in (
             "weight_first",
             "weight_first_fp8",
+            "swiglu_of_pieces",
             "experts_int4",
             "experts_zeros",
             "experts_fp8",
