@@ -31,7 +31,7 @@ from pallas_kernels.quantized_product.mosaic_plan import registers_of
 from pallas_kernels.quantized_product.pieces import split
 
 MIN_TOKENS, MAX_TOKENS = 9, 64
-_LEAST_ROWS_OF_TOKENS = 16  # in shared memory: TMA copies a multiple of 128 bytes, and their factors have 4 each
+_LEAST_FACTORS = 32  # of a step: TMA copies a multiple of 128 bytes
 SETS = 2  # gate and up
 _ROWS = 64  # of a wgmma
 _MOST_UNITS = 192  # of a tile: three consumers
@@ -96,9 +96,9 @@ def _token_stages(stages: int) -> int:
 def plan_of(x: Any, values: Any) -> Plan | None:
     """How a product with e4m3 numbers [E, 2, I, D] is cut up, or None if it cannot be: a tile has units of one part."""
     parts, _, units, inputs = values.shape
-    tokens = max(_LEAST_ROWS_OF_TOKENS, pl.next_power_of_2(tokens_of(x)))
+    tokens = pl.next_power_of_2(tokens_of(x))
     plans = (
-        Plan(parts * units // count, count, groups, inputs // (groups * LONGEST), tokens)
+        Plan(parts * units // count, count, groups, inputs // (groups * LONGEST), max(tokens, _LEAST_FACTORS // groups))
         for count in tiles_of(parts * units, _compat.sm_count())
         for groups in _GROUPS
         if inputs % (groups * LONGEST) == 0 and units % (parts * units // count) == 0

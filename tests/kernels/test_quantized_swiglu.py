@@ -166,10 +166,13 @@ def test_what_pieces_do_not_do_is_said_in_a_sentence():
         jax.eval_shape(functools.partial(quantized_swiglu, implementation="mosaic_pieces"), x, *narrow)
 
 
-@pytest.mark.parametrize(("tokens", "filled"), [(1, 16), (16, 16), (17, 32), (33, 64), (64, 64)])
-def test_tiles_of_pieces_fit_and_have_every_unit_once(tokens, filled):
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "filled"),
+    [(1, 5120, 16), (16, 5120, 16), (17, 5120, 32), (33, 5120, 64), (64, 5120, 64), (1, 384, 32), (16, 384, 32)],
+)
+def test_tiles_of_pieces_fit_and_have_every_unit_once(tokens, inputs, filled):
     struct = jax.ShapeDtypeStruct
-    plan = swiglu_pieces.plan_of(struct((tokens, 5120), BF16), struct((16, 2, 1088, 5120), E4M3))
+    plan = swiglu_pieces.plan_of(struct((tokens, inputs), BF16), struct((16, 2, 1088, inputs), E4M3))
     assert (plan.units, plan.tiles, plan.tokens, plan.consumers) == (136, 128, filled, 3)
     kept = [first + row for i, first in enumerate(plan.starts) for row in range(64 * i - first, 64)]
     assert kept == list(range(136))
