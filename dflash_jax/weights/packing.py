@@ -84,12 +84,12 @@ def to_words_of_two(numbers: Float8e4m3fn[np.ndarray, "*O I"], span: int) -> Int
     Where a word has their bits is in `pallas_kernels.quantized_product.layout`.
     """
     halves = numbers.view(np.uint8).reshape(-1, numbers.shape[-1] // span, 2, span // 2)
-    words = np.empty((len(halves), halves.shape[1], span // 2), np.uint16)
+    words = np.empty((len(halves), halves.shape[1], span // 2, 2), np.uint8)
 
     def interleave(rows: slice) -> None:
-        first, second = (halves[rows, :, place].astype(np.uint16) for place in range(2))
-        words[rows] = (first & 0x80) << 8 | (first & 0x7F) << 4
-        words[rows] |= (second & 0x80) << 4 | (second & 0x70) << 8 | (second & 0x0F)
+        first, second = (halves[rows, :, place] for place in range(2))
+        words[rows, ..., 0] = first << 4 | second & 0x0F
+        words[rows, ..., 1] = first & 0x80 | first >> 4 & 0x07 | second & 0x70 | second >> 4 & 0x08
 
     by_rows(interleave, len(words))
     return words.view("<i2").reshape(*numbers.shape[:-1], -1)

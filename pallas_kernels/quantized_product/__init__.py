@@ -197,7 +197,7 @@ def quantized_swiglu(
       scales: likewise.
       zeros: likewise.
       implementation: on Hopper, for e4m3, ``"mosaic_two_sided"`` finishes the hidden units within the product of more
-        than 64 tokens, ``"mosaic_pieces"`` within that of fewer, which it splits into two numbers in e4m3 each;
+        than 64 tokens, ``"mosaic_pieces"`` within that of fewer, each activation as the sum of two numbers in e4m3;
         ``"apart"`` is `quantized_product`, then the activation. None picks the fastest that can.
 
     Raises:
