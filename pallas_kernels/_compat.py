@@ -136,9 +136,9 @@ def smem_transpose(ref: Any, permutation: tuple[int, ...] = (1, 0)) -> Any:
 
 
 def smem_load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
-    """Load a full shared-memory reference into registers of the given layout (Mosaic GPU).
+    """Load a full reference to shared or global memory into registers of the given layout (Mosaic GPU).
 
-    Bank conflicts are an error if it must be ``optimized``.
+    Bank conflicts of shared memory are an error if it must be ``optimized``.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 

@@ -29,8 +29,8 @@ from pallas_kernels.quantized_product.layout import FewBits
 from pallas_kernels.quantized_product.tiles import group_refusal
 
 LEAST = 16  # rows and inputs of a tile: the least that the MMA takes
-# Tokens up to which programs have the shared expert, in 16 and in few bits; each block of rows reads all of it.
-MAX_JOINED_TOKENS = 64, 256
+# Tokens up to which programs have the shared expert; each block of rows reads all of it.
+MAX_JOINED_IN_16_BITS, MAX_JOINED_IN_FEW_BITS = 64, 256
 
 
 class Work(NamedTuple):
@@ -125,7 +125,7 @@ def experts(
 
 def _can_join(shared: Shared, tokens: int, config: Config) -> bool:
     """Whether programs of both products have the shared expert, too."""
-    most = MAX_JOINED_TOKENS[isinstance(shared.gate_up, FewBits)]
+    most = MAX_JOINED_IN_FEW_BITS if isinstance(shared.gate_up, FewBits) else MAX_JOINED_IN_16_BITS
     return tokens <= most and config.tokens < MANY_ROWS and shared.width % config.gate_up.rows == 0
 
 

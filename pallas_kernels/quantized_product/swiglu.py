@@ -1,6 +1,7 @@
 """The first half of an MLP whose gate and up are in few bits: in e4m3, on Hopper, in one kernel (``wide``).
 
-With fewer tokens most tiles of the product are shared by CTAs (``mosaic``), and none has a whole product to finish.
+Up to 64 tokens most tiles of that product would be shared by CTAs (``mosaic``), none with a whole product to finish: of
+these, e4m3 has a kernel whose tiles are whole (``swiglu_pieces``).
 """
 
 from __future__ import annotations
