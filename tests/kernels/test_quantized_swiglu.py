@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as Spec
+from scipy.special import expit
 
 from pallas_kernels import gated, quantized_product, quantized_swiglu
 from pallas_kernels.lib.shared_memory import SHARED_MEMORY
@@ -30,7 +31,7 @@ def gate_up(kind, tokens, parts, units, inputs, x=None):
     products = (np.asarray(x, np.float64) @ exact.T).reshape(*tokens, parts, 2, units)
     gate, up = products[..., 0, :], products[..., 1, :]
     shaped = [None if part is None else part.reshape(parts, 2, units, -1) for part in weight]
-    return x, shaped, (gate / (1 + np.exp(-gate)) * up).reshape(*tokens, parts * units)
+    return x, shaped, (gate * expit(gate) * up).reshape(*tokens, parts * units)
 
 
 @pytest.mark.parametrize("implementation", [None, "apart", "reference"])
@@ -62,14 +63,14 @@ def test_hidden_units_on_hopper(tokens, sizes):
 @pytest.mark.parametrize("tokens", [(1,), (2, 3), (9,), (16,), (24,), (33,), (64,)], ids=str)
 @pytest.mark.parametrize("sizes", [(2, 192, 384), (16, 1024, 256), (16, 1088, 1024)], ids=str)
 def test_hidden_units_of_pieces(tokens, sizes):
-    """As exact as with tokens in bfloat16; tokens that no tile is full of."""
+    """As exact as with tokens in bfloat16, as far as a few hundred roundings tell; tokens that no tile is full of."""
     x, weight, wanted = gate_up("fp8", tokens, *sizes)
     x = x * jnp.exp2(jnp.arange(x.shape[-1]) % 12).astype(BF16)[::-1]
     *_, wanted = gate_up("fp8", tokens, *sizes, x=x)
     found = quantized_swiglu(x, *weight, implementation="mosaic_pieces")
     apart = quantized_swiglu(x, *weight, implementation="apart")
     assert (found.dtype, found.shape) == (BF16, wanted.shape)
-    assert error(found, wanted) < error(apart, wanted) + 1e-4
+    assert error(found, wanted) < 1.15 * error(apart, wanted)
 
 
 @pytest.mark.gpu
