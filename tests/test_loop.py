@@ -1,4 +1,4 @@
-"""Equal layers in a loop, as one CPU runs them, give what they give one after another."""
+"""Equal layers in a loop, as one CPU runs them, or traced once, give what they give one after another."""
 
 from __future__ import annotations
 
@@ -132,6 +132,24 @@ def test_layers_that_are_not_equal_run_apart(tmp_path, change):
     assert loops(model, TOKENS, POSITIONS, cache) == [LAYERS]
     other, its_cache = change(model, cache)
     assert loops(other, TOKENS, POSITIONS, its_cache) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "kinds"),
+    [(with_another_format, 2), (with_a_window, 2), (with_two_pools, 1)],
+    ids=["form", "mask", "pool"],
+)
+def test_layers_of_a_kind_are_traced_once_and_give_what_they_give(tmp_path, monkeypatch, change, kinds):
+    model, cache = change(model_of(tmp_path), cache_of())
+    traced, one = [], run._one
+    monkeypatch.setattr(run, "_one", lambda layer, *others: traced.append(layer.index) or one(layer, *others))
+    shared = jax.jit(lambda *call: model(*call, (1, 3)))(TOKENS, POSITIONS, cache)
+    assert len(traced) == kinds
+    monkeypatch.setattr(run, "_on_cpu", lambda layer: False)
+    plain = jax.jit(lambda *call: model(*call, (1, 3)))(TOKENS, POSITIONS, cache)
+    assert len(traced) == kinds
+    for one_result, wanted in zip(jax.tree.leaves(shared), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(one_result, wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["array", "transposed"])

@@ -81,6 +81,19 @@ class EvenCache(KVCache, Protocol):
 
 
 @runtime_checkable
+class DividedCache(KVCache, Protocol):
+    """A `KVCache` that can give each layer its own part, which is alike for layers of a kind."""
+
+    def of_layer(self, layer: int) -> KVCache:
+        """What a layer keeps, wherever it lies; any number stands for the layer there."""
+        ...
+
+    def with_layer_of(self, layer: int, part: KVCache) -> DividedCache:
+        """Take over what a layer has written to its part (`of_layer`)."""
+        ...
+
+
+@runtime_checkable
 class ContextCache(KVCache, Protocol):
     """The `KVCache` of a drafter."""
 

@@ -1,5 +1,8 @@
 """The layers of a model, one after another, or in a loop where one CPU runs them.
 
+Python traces and lowers one layer of each kind: a jitted function of parameters and of a part of the cache stands for
+all of them, and XLA inlines it.
+
 XLA's CPU backend compiles every kernel of a program by itself, again for each layer: 688 kernels in a round of the
 embedded pair, whose target has 16 layers, where a loop has 293. On accelerators layers stay apart: a branch waits for
 the host there, and kernels that are equal are compiled once anyway.
@@ -8,6 +11,7 @@ the host there, and kernels that are equal are compiled once anyway.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +20,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.models.caches import EvenCache, KVCache
+from dflash_jax.models.caches import DividedCache, EvenCache, KVCache
 from dflash_jax.models.layers import DecoderLayer
 from dflash_jax.models.rope import Rope, rope_tables
-from dflash_jax.spec import DecoderConfig, Dense
+from dflash_jax.spec import DecoderConfig, Dense, LayerSpec
 from dflash_jax.weights.formats.one_of import OneOf
 from dflash_jax.weights.formats.protocol import QuantizedRows, Weight
 from dflash_jax.weights.formats.weight import weight_of
@@ -86,11 +90,33 @@ def _apart(
 ) -> Ran:
     """Run layers of any kinds."""
     x, captured, h, cache = begin
+    once: dict[LayerSpec, Any] = {}  # what traces the layers of a kind
     for layer, next_norm in zip(layers, norms, strict=True):
-        x, h, cache = layer(x, h, next_norm, *inputs, cache)
+        if isinstance(cache, DividedCache) and _on_cpu(layer):
+            kind = layer.config.layers[layer.index]
+            run = once.setdefault(kind, jax.jit(partial(_one, layer.clone(parent=None))))
+            x, h, part = run(_parameters(layer), x, h, next_norm, inputs, cache.of_layer(layer.index))
+            cache = cache.with_layer_of(layer.index, part)
+        else:
+            x, h, cache = layer(x, h, next_norm, *inputs, cache)
         if layer.index in taps:
             captured[layer.index] = x
     return Ran(x, captured, h, cache)
+
+
+def _on_cpu(layer: DecoderLayer) -> bool:
+    """Whether layers of a kind are traced once, which is measured on CPUs alone (docs/performance.md)."""
+    mesh = layer.devices.mesh
+    return mesh is not None and mesh.platform == "cpu"
+
+
+def _one(
+    layer: DecoderLayer, params: Any, x: Array, h: Array | QuantizedRows, next_norm: Array, inputs: _Inputs, part: Any
+) -> tuple[Array, Array | QuantizedRows, Any]:
+    """Run a layer with the parameters of any of its kind, and that one's part of the cache."""
+    result: Any = layer.apply({"params": params}, x, h, next_norm, *inputs, part)
+    x, h, part = result
+    return x, h, part
 
 
 def _are_equal(layers: Sequence[DecoderLayer]) -> bool:

@@ -65,3 +65,11 @@ class HybridCache:
         """See `RecurrentStates.advance`."""
         outputs, states = self.states.advance(layer, inputs, gates, weights, positions, delta)
         return outputs, replace(self, states=states)
+
+    def of_layer(self, layer: int) -> HybridCache:
+        """See `models.caches.DividedCache.of_layer`."""
+        return HybridCache(self.kv.of_layer(layer), self.states.of_layer(layer))
+
+    def with_layer_of(self, layer: int, part: HybridCache) -> HybridCache:
+        """Take over what a layer has written to its part."""
+        return HybridCache(self.kv.with_layer_of(layer, part.kv), self.states.with_layer_of(layer, part.states))

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +159,32 @@ class PagedKVCache:
     def with_layer(self, one: PagedKVCache) -> PagedKVCache:
         """Take over the pools of `one_layer` after a step."""
         return replace(self, keys=one.keys, values=one.values)
+
+    def of_layer(self, layer: int) -> PagedKVCache:
+        """See `models.caches.DividedCache.of_layer`: the pools, and the tables of the group."""
+        if self.places[layer] is None:
+            nothing: dict[str, Any] = dict.fromkeys(("k_scale", "v_scale", "k_rounding"))
+            nothing |= {"tables": (), "valid_from": (), "places": (None,) * len(self.places)}
+            return replace(self, keys=[], values=[], **nothing)
+        group, pool, first_page = self._place(layer)
+        scales = (self.k_scale, self.v_scale, self.k_rounding)
+        k_scale, v_scale, k_rounding = jax.tree.map(lambda array: jnp.broadcast_to(array[layer], array.shape), scales)
+        return replace(
+            self,
+            keys=[self.keys[pool]],
+            values=[self.values[pool]],
+            k_scale=k_scale,
+            v_scale=v_scale,
+            k_rounding=k_rounding,
+            tables=(self.tables[group],),
+            valid_from=(self.valid_from[group],),
+            places=(Place(0, 0, 0),) * len(self.places),
+            offset=jnp.asarray(first_page, jnp.int32),
+        )
+
+    def with_layer_of(self, layer: int, part: PagedKVCache) -> PagedKVCache:
+        """Take over the pools of `of_layer` after a step."""
+        return self if self.places[layer] is None else self._with_pools(layer, part.keys[0], part.values[0])
 
     def _tables(self, layer: int, positions: Int[Array, "B T"], kv_length: Int[Array, " B"]) -> tuple[Array, ...]:
         """Page table, lengths of context and of queries, and first kept position of the layer's group."""

@@ -34,7 +34,7 @@ class StatePlace(NamedTuple):
     """Where a layer keeps its rows: its pool, and its first row in the pool."""
 
     pool: int
-    first_row: int
+    first_row: int | Int[Array, ""]
 
 
 @runtime_checkable
@@ -95,6 +95,7 @@ class RecurrentStates:
         folded: how many tokens of its sequence each row's state contains; the same in every layer.
         step: what the current step does; None between steps.
         places: where each layer keeps its rows; None for layers with attention.
+        offset: added to the first row of each layer; None is 0.
         num_slots: Q.
         block: G, tokens of a tape.
         mesh: devices; key heads are split over its axis `tp` where they divide evenly.
@@ -104,6 +105,7 @@ class RecurrentStates:
     folded: Int[Array, " R"]
     step: Step | None = None
     places: tuple[StatePlace | None, ...] = field(default=(), metadata={"static": True})
+    offset: Int[Array, ""] | None = field(default=None, kw_only=True)
     num_slots: int = field(kw_only=True, metadata={"static": True})
     block: int = field(kw_only=True, metadata={"static": True})
     mesh: Mesh = field(kw_only=True, metadata={"static": True})
@@ -173,6 +175,18 @@ class RecurrentStates:
             states = states._with_kept(place, fold(states.kept[place.pool], of_layer, *rows))
         return states
 
+    def of_layer(self, layer: int) -> RecurrentStates:
+        """See `models.caches.DividedCache.of_layer`: the pool."""
+        if self.places[layer] is None:
+            return replace(self, kept=[], places=(None,) * len(self.places))
+        pool, first_row = self._place(layer)
+        places, offset = (StatePlace(0, 0),) * len(self.places), jnp.asarray(first_row, jnp.int32)
+        return replace(self, kept=[self.kept[pool]], places=places, offset=offset)
+
+    def with_layer_of(self, layer: int, part: RecurrentStates) -> RecurrentStates:
+        """Take over the pool of `of_layer` after a step."""
+        return self if self.places[layer] is None else self._with_kept(self._place(layer), part.kept[0])
+
     def between_steps(self) -> RecurrentStates:
         """Remove what concerned one step."""
         return replace(self, step=None)
@@ -188,7 +202,7 @@ class RecurrentStates:
     def _place(self, layer: int) -> StatePlace:
         place = self.places[layer]
         assert place is not None
-        return place
+        return place if self.offset is None else place._replace(first_row=place.first_row + self.offset)
 
     def _with_kept(self, place: StatePlace, kept: Kept) -> RecurrentStates:
         pools = list(self.kept)
