@@ -23,7 +23,7 @@ from dflash_jax.weights.loader import load_params
 from tests.kernels.conftest import ON_GPU
 from tests.pairs import TARGET, write_model
 
-pytestmark = pytest.mark.skipif(ON_GPU, reason="only CPUs run layers in a loop")
+pytestmark = pytest.mark.skipif(ON_GPU, reason="only CPUs loop over layers or trace one of a kind")
 
 LAYERS, PAGES, PAGE, K, H = TARGET["num_hidden_layers"], 6, 4, 2, 16
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 60, (2, 5)))
@@ -139,13 +139,13 @@ def test_layers_that_are_not_equal_run_apart(tmp_path, change):
     [(with_another_format, 2), (with_a_window, 2), (with_two_pools, 1)],
     ids=["form", "mask", "pool"],
 )
-def test_layers_of_a_kind_are_traced_once_and_give_what_they_give(tmp_path, monkeypatch, change, kinds):
+def test_layers_of_a_kind_are_traced_once_and_give_what_they_do_apart(tmp_path, monkeypatch, change, kinds):
     model, cache = change(model_of(tmp_path), cache_of())
     traced, one = [], run._one
     monkeypatch.setattr(run, "_one", lambda layer, *others: traced.append(layer.index) or one(layer, *others))
     shared = jax.jit(lambda *call: model(*call, (1, 3)))(TOKENS, POSITIONS, cache)
     assert len(traced) == kinds
-    monkeypatch.setattr(run, "_on_cpu", lambda layer: False)
+    monkeypatch.setattr(run, "_shares_trace", lambda layer: False)
     plain = jax.jit(lambda *call: model(*call, (1, 3)))(TOKENS, POSITIONS, cache)
     assert len(traced) == kinds
     for one_result, wanted in zip(jax.tree.leaves(shared), jax.tree.leaves(plain), strict=True):

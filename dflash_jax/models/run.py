@@ -92,7 +92,7 @@ def _apart(
     x, captured, h, cache = begin
     once: dict[LayerSpec, Any] = {}  # what traces the layers of a kind
     for layer, next_norm in zip(layers, norms, strict=True):
-        if isinstance(cache, DividedCache) and _on_cpu(layer):
+        if isinstance(cache, DividedCache) and _shares_trace(layer):
             kind = layer.config.layers[layer.index]
             run = once.setdefault(kind, jax.jit(partial(_one, layer.clone(parent=None))))
             x, h, part = run(_parameters(layer), x, h, next_norm, inputs, cache.of_layer(layer.index))
@@ -104,8 +104,8 @@ def _apart(
     return Ran(x, captured, h, cache)
 
 
-def _on_cpu(layer: DecoderLayer) -> bool:
-    """Whether layers of a kind are traced once, which is measured on CPUs alone (docs/performance.md)."""
+def _shares_trace(layer: DecoderLayer) -> bool:
+    """Whether a layer is traced once for all of its kind: on CPUs, since no accelerator has been measured so."""
     mesh = layer.devices.mesh
     return mesh is not None and mesh.platform == "cpu"
 
