@@ -23,7 +23,7 @@ from dflash_jax.weights.loader import load_params
 from tests.kernels.conftest import ON_GPU
 from tests.pairs import TARGET, write_model
 
-pytestmark = pytest.mark.skipif(ON_GPU, reason="only CPUs loop over layers or trace one of a kind")
+pytestmark = pytest.mark.skipif(ON_GPU, reason="only CPUs loop over layers")
 
 LAYERS, PAGES, PAGE, K, H = TARGET["num_hidden_layers"], 6, 4, 2, 16
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 60, (2, 5)))
@@ -145,7 +145,7 @@ def test_layers_of_a_kind_are_traced_once_and_give_what_they_do_apart(tmp_path, 
     monkeypatch.setattr(run, "_one", lambda layer, *others: traced.append(layer.index) or one(layer, *others))
     shared = jax.jit(lambda *call: model(*call, (1, 3)))(TOKENS, POSITIONS, cache)
     assert len(traced) == kinds
-    monkeypatch.setattr(run, "_shares_trace", lambda layer: False)
+    monkeypatch.setattr(run, "DividedCache", type("Undivided", (), {}))
     plain = jax.jit(lambda *call: model(*call, (1, 3)))(TOKENS, POSITIONS, cache)
     assert len(traced) == kinds
     for one_result, wanted in zip(jax.tree.leaves(shared), jax.tree.leaves(plain), strict=True):
