@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM, SamplingParams
+from dflash_jax.engine.device.shapes import Load
 from dflash_jax.models.target import TargetModel
 from dflash_jax.spec import target_config
 from tests.pairs import TARGET, TWO_LAYERS, empty_cache, prompt, write_model
@@ -40,11 +41,14 @@ def test_a_prefill_gives_what_the_whole_model_gives(layers, taps):
     np.testing.assert_allclose(finished[:, real], hidden[:, real], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [64, 7])
-def test_logprobs_of_a_prompt_are_the_whole_model_s(tmp_path, chunk):
+@pytest.mark.parametrize(("chunk", "devices"), [(64, 1), (7, 1), (70, 2)])  # 70: more than are scored at a time
+def test_logprobs_of_a_prompt_are_the_whole_model_s(tmp_path, chunk, devices):
     folder = write_model(tmp_path, TWO_LAYERS, seed=0)
-    llm = LLM(folder, dtype="float32", max_num_batched_tokens=chunk, max_num_seqs=4)
-    ids = TOKENS[0].tolist() * 3
+    sizes = {"max_num_batched_tokens": chunk, "max_num_seqs": 4, "tensor_parallel_size": devices}
+    llm = LLM(folder, dtype="float32", **sizes)
+    ids = TOKENS[0].tolist() * 5
+    load = Load(1, frozenset({len(ids)}), len(ids) + 1, frozenset({"greedy"}), speculates=False, is_scored=True)
+    llm.engine.compile(load)  # else a chunk whose program cannot be compiled is avoided
     output = llm.generate(prompt(*ids), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))[0]
     target = llm.engine.target
     model = TargetModel(target.config).bind({"params": target.params})

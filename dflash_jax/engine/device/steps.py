@@ -310,14 +310,19 @@ def score(
     """Log-probabilities of the `following` tokens of a chunk of one prompt that `prefill` has just processed."""
     target = bind_target(params.unflatten()[0], spec)
     hidden = target.finish(before, chunk.positions, chunk.tables.over_target(cache))
-    rows = min(SCORED_ROWS, hidden.shape[1])
+    tokens = hidden.shape[1]
+    rows = min(SCORED_ROWS, tokens)
+    missing = -tokens % rows  # the longest chunk has as many tokens as the engine's limits leave
 
     def one(block: tuple[Float[Array, "R D"], Int[Array, " R"]]) -> Logprobs:
         return logprobs_of(target.logits(block[0][None]), block[1][None])
 
-    blocks = hidden.reshape(-1, rows, hidden.shape[-1]), following.reshape(-1, rows)
-    scored = jax.lax.map(one, blocks)
-    return spec.replicate(jax.tree.map(lambda array: array.reshape(1, -1, *array.shape[3:]), scored))
+    def in_blocks(array: Array) -> Array:
+        padded = jnp.pad(array[0], [(0, missing), *[(0, 0)] * (array.ndim - 2)])
+        return padded.reshape(-1, rows, *array.shape[2:])
+
+    scored = jax.lax.map(one, (in_blocks(hidden), in_blocks(following)))
+    return spec.replicate(jax.tree.map(lambda array: array.reshape(1, -1, *array.shape[3:])[:, :tokens], scored))
 
 
 def copy_states(
