@@ -80,7 +80,11 @@ class Program:
         return self.result.unflatten(executable(*parameters, *jax.tree.leaves(others)))
 
     def lower(self) -> jax.stages.Lowered:
-        """Trace and lower it, which holds Python's lock."""
+        """Trace and lower it for its devices, which holds Python's lock."""
+        return self.trace().lower()
+
+    def trace(self) -> jax.stages.Traced:
+        """Trace it."""
 
         def flat(*leaves: Any) -> list[Any]:
             results = self._function(*self._structure.unflatten(leaves), **self.static)
@@ -89,7 +93,7 @@ class Program:
 
         flat.__name__ = self.step  # its name in profiles
         jitted = jax.jit(flat, donate_argnums=self._donated, compiler_options=self.options)
-        return jitted.lower(*self.leaves)
+        return jitted.trace(*self.leaves)
 
     def rehearse(self, executable: Callable[..., Any]) -> None:
         """Run a new executable once over zeros, unless these would fill more than `MOST_REHEARSED`.
