@@ -71,7 +71,12 @@ def test_the_hybrid_pair_by_its_name():
     assert "self" in output.outputs[0].text
 
 
-@pytest.mark.parametrize(("folder", "most"), [(EMBEDDED, 20), *((folder, 8) for folder in PAIRS.values())], ids=str)
-def test_is_small_and_described(folder, most):
+def test_the_pair_without_a_name_has_one():
+    assert resolve_folders("embedded", None) == resolve_folders(None, None) == (EMBEDDED / "target", EMBEDDED / "draft")
+
+
+@pytest.mark.parametrize(("name", "most"), [("embedded", 20), ("embedded-hybrid", 8)])
+def test_is_small_and_described(name, most):
+    folder = PAIRS[name]
     assert len((folder / "README.md").read_text(encoding="utf-8")) > 200
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= most * 2**20

@@ -212,8 +212,14 @@ def test_what_a_step_takes():
 
 def test_no_room_is_no_negative_number(monkeypatch):
     device_with(monkeypatch, limit=20 * GIB, in_use=18 * GIB)
-    with pytest.raises(ConfigError, match=r"^0\.00 GiB .* 0 tokens.*max_model_len=40960.*max_num_batched_tokens"):
+    with pytest.raises(ConfigError, match=r"^0\.0 MiB .* 0 tokens.*max_model_len=40960.*max_num_batched_tokens"):
         plan_layout(*PAIR, options(PAIR))
+
+
+def test_little_room_is_told_in_a_unit_that_shows_it():
+    hybrid = configs_of("qwen3.5-0.8b", None)
+    with pytest.raises(ConfigError, match=r"^60\.0 MiB for keys, values and recurrent states hold 0 tokens"):
+        plan_layout(*hybrid, options(hybrid, kv_cache_memory_bytes=60 << 20))
 
 
 # --- when it runs out

@@ -83,8 +83,8 @@ class ServeArgs:
     model: str | None = option(
         None,
         MODEL_NAME,
-        "folder or Hugging Face Hub id of a Qwen3, Qwen3.5 or Llama model; embedded-hybrid, which ships with the "
-        "package; or smollm2, which scripts/get_smollm2.py fetches",
+        "folder or Hugging Face Hub id of a Qwen3, Qwen3.5 or Llama model; embedded or embedded-hybrid, which ship "
+        "with the package; or smollm2, which scripts/get_smollm2.py fetches",
         unit="MODEL",
         unset="the embedded pair",
         server_group=MODEL,

@@ -15,8 +15,11 @@ WANTED_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
 
 # Models that scripts/get_<alias>.py makes: folder names, in the cache and, for a drafter that ships, in DRAFTERS.
 ALIASES = {"smollm2": "smollm2-135m-instruct"}
-EMBEDDED = Path(__file__).parents[1] / "embedded"  # the pair that ships with the package
-PAIRS = {"embedded-hybrid": Path(__file__).parents[1] / "embedded_hybrid"}  # that ship with it under a name
+EMBEDDED = Path(__file__).parents[1] / "embedded"  # the pair that stands where no model is named
+PAIRS = {  # that ship with the package
+    "embedded": EMBEDDED,
+    "embedded-hybrid": Path(__file__).parents[1] / "embedded_hybrid",
+}
 DRAFTERS = Path(__file__).parents[1] / "drafters"
 
 

@@ -129,8 +129,9 @@ def plan_layout(target: TargetConfig, draft: DraftConfig | None, config: EngineC
     if not division.fits:
         limit = "gpu_memory_utilization" if config.gpu_memory_bytes is None else "gpu_memory_bytes"
         taken = "" if config.gpu_memory_bytes is None else f" ({_what_is_taken(target, draft, config, parameters)})"
+        held = "keys, values and recurrent states" if target.recurrent_layers else "keys and values"
         raise ConfigError(
-            f"{division.budget / 2**30:.2f} GiB for keys and values{taken} hold {max(division.full_pages, 0) * size} "
+            f"{_in_words(division.budget)} for {held}{taken} hold {max(division.full_pages, 0) * size} "
             f"tokens, and one sequence of max_model_len={config.max_model_len} needs {division.width * size}; lower "
             f"max_model_len, max_num_seqs or max_num_batched_tokens, or raise {limit}, kv_cache_memory_bytes or "
             "tensor_parallel_size."
@@ -140,6 +141,11 @@ def plan_layout(target: TargetConfig, draft: DraftConfig | None, config: EngineC
         return Layout(size, block, division.width, pages)
     groups = (*pages, SnapshotGroup(division.snapshots))
     return Layout(size, block, division.width, groups, snapshots=STATES)
+
+
+def _in_words(size: int) -> str:
+    """A number of bytes, with a unit in which it is not 0.00."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"
 
 
 def _what_is_taken(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig, parameters: int) -> str:
