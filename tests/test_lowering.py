@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from dflash_jax.bench.round_models import PRESETS, drafter_of, random_params
 from dflash_jax.engine.device.model import Model
@@ -18,6 +17,7 @@ from dflash_jax.parallel.mesh import Mesh
 from dflash_jax.spec import draft_config, target_config
 from pallas_kernels import _compat
 from tests.conftest import RUNS_LONG
+from tests.kernels.cases import on_an_h200
 
 LAYERS = 8  # of a hybrid six with Gated DeltaNet and two with attention
 
@@ -69,7 +69,6 @@ OTHERS = {
 def on_a_gpu(monkeypatch):
     """Pretend that the one device is an NVIDIA GPU; nothing runs there."""
     monkeypatch.setattr(Mesh, "platform", property(lambda self: "gpu"))
-    monkeypatch.setattr(_compat, "platform", lambda: "cuda")
     monkeypatch.setattr(_compat, "sm_count", lambda: 132)
     monkeypatch.setattr(runner, "has_room", lambda leaves: True)
     monkeypatch.setattr(runner, "key_rounding", lambda *call: None)  # runs the target
@@ -110,7 +109,7 @@ def test_programs_lower(monkeypatch, case):
     engine = engine_of(case)
     shapes = engine.shapes.programs()
     failed = {}
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))):
+    with on_an_h200():
         for shape in shapes if RUNS_LONG else largest_of_each_step(shapes):
             try:
                 engine.runner.program(shape).trace().lower(lowering_platforms=("cuda",))

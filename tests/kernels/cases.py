@@ -179,11 +179,16 @@ def shapes(tokens: tuple[int, ...], shape: tuple[int, ...], dtype: Any = BF16) -
 
 def cuda_lowering(f: Any, *arguments: Any) -> str:
     """What ``f`` lowers to for an H200, on any machine: catches shapes, layouts and dtypes that a kernel cannot do."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    with on_an_h200():
+        return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def on_an_h200() -> Any:
+    """A context in which JAX traces and lowers as for an H200."""
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))):
-        return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda")))
 
 
 def mesh_of(devices: int) -> Mesh:
