@@ -137,10 +137,10 @@ def with_parsers(args: ServeArgs, template: str | None) -> ServeArgs:
 
     reasoning, tools = parser(args.reasoning_parser, chosen.reasoning), parser(args.tool_call_parser, chosen.tools)
     logger.info(
-        "Answers are read by the reasoning parser %s and the tool-call parser %s; --reasoning-parser and "
-        "--tool-call-parser choose others.",
-        reasoning,
-        tools,
+        "Parsers of answers: %s for reasoning, %s for tool calls; --reasoning-parser and --tool-call-parser choose "
+        "others.",
+        reasoning or "none",
+        tools or "none",
     )
     if tools is not None and not takes_tools(template):
         logger.warning("The chat template takes no tools: requests may send some, and the model will not see them.")

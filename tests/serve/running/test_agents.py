@@ -41,7 +41,7 @@ def test_flags_come_before_the_template(caplog):
     assert parsers(with_parsers(off, CODER)) == (None, None, False)
     assert "takes no tools" not in caplog.text
     assert parsers(with_parsers(ServeArgs(), CHAT_TEMPLATE)) == (None, "hermes", True)
-    assert "parser None and the tool-call parser hermes" in caplog.text
+    assert "none for reasoning, hermes for tool calls" in caplog.text
     assert caplog.text.count("takes no tools") == 1
 
 
