@@ -48,7 +48,6 @@ LONGER = {"max_model_len": 5001, "max_num_seqs": 17, "max_num_batched_tokens": 3
 CASES = {
     "dense": Case("qwen3-0.6b", ODD | {"num_speculative_tokens": 3, "page_size": 16}),
     "hybrid int4": Case("qwen3.6-27b", ODD | {"kv_cache_dtype": "int4_had"}, "int4", "int4"),
-    "experts fp8": Case("qwen3.5-35b-a3b", ODD | {"kv_cache_dtype": "fp8"}, "fp8"),
 }
 OTHERS = {
     "hybrid": Case("qwen3.5-0.8b", LONGER | {"kv_cache_dtype": "fp8_e5m2"}),
@@ -57,6 +56,7 @@ OTHERS = {
     "hybrid float32": Case("qwen3.5-4b", ODD | {"dtype": "float32"}),
     "hybrid int4, Ada": Case("qwen3.6-27b", LONGER | {"kv_cache_dtype": "int4_had"}, "int4", "int4", (8, 9)),
     "hybrid int4, Ampere": Case("qwen3.6-27b", LONGER, "int4", "int4", (8, 0)),
+    "experts fp8": Case("qwen3.5-35b-a3b", ODD | {"kv_cache_dtype": "fp8"}, "fp8"),
     "experts": Case("qwen3.5-122b-a10b", LONGER),
     "experts int4": Case("qwen3.5-122b-a10b", LONGER, "int4"),
     "experts of Qwen3": Case("qwen3-30b-a3b", LONGER),
