@@ -4,8 +4,8 @@ Python traces and lowers one layer of each kind: a jitted function of parameters
 all of them, and XLA inlines it. Programs of a GPU are as fast as with layers apart (27B on an H200).
 
 XLA's CPU backend compiles every kernel of a program by itself, again for each layer: 688 kernels in a round of the
-embedded pair, whose target has 16 layers, where a loop has 293. On accelerators layers stay apart: a branch waits for
-the host there, and kernels that are equal are compiled once anyway.
+embedded pair, whose target has 16 layers, where a loop has 293. Accelerators have no such loop: a branch waits for the
+host there, and kernels that are equal are compiled once anyway.
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ def _apart(
     for layer, next_norm in zip(layers, norms, strict=True):
         if isinstance(cache, DividedCache):
             kind = layer.config.layers[layer.index]
-            run = once.setdefault(kind, jax.jit(partial(_one, layer.clone(parent=None))))
-            x, h, part = run(_parameters(layer), x, h, next_norm, inputs, cache.of_layer(layer.index))
+            if kind not in once:
+                once[kind] = jax.jit(partial(_one, layer.clone(parent=None)))
+            x, h, part = once[kind](_parameters(layer), x, h, next_norm, inputs, cache.of_layer(layer.index))
             cache = cache.with_layer_of(layer.index, part)
         else:
             x, h, cache = layer(x, h, next_norm, *inputs, cache)
