@@ -98,7 +98,8 @@ def test_bad_requests_and_full_queues_hurt_nobody():
         with pytest.raises(RequestError, match="vocabulary"):
             await last(llm.generate(prompt(10**6), greedy(4)))
         with pytest.raises(QueueFullError, match="max_num_queued_seqs=2"):
-            await last(llm.generate(one_prompt, greedy(4, n=3)))
+            await last(llm.generate(one_prompt, greedy(4, n=4)))
+        assert len((await last(llm.generate(one_prompt, greedy(4, n=3)))).outputs) == 3  # one has a slot at once
         assert (await last(running)).outputs[0].token_ids == CASES[0]["output_ids"]
 
     run(scenario, max_num_queued_seqs=2)

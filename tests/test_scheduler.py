@@ -90,6 +90,21 @@ def test_no_slot_no_start():
     assert len(scheduler.waiting) == 1
 
 
+def test_newcomers_find_slots_open_unless_others_wait_already():
+    scheduler = scheduler_of(slots=3)
+    first, second, third, fourth = (sequence_of(token) for token in range(4))
+    scheduler.waiting += [first, second]  # between two steps: both get slots, and one is left
+    assert scheduler.num_open_slots == 3
+    scheduler.admit()
+    assert scheduler.num_open_slots == 1
+    scheduler.waiting += [third, fourth]
+    scheduler.admit()
+    scheduler.drop(first)
+    assert scheduler.num_open_slots == 0  # the slot is the fourth's
+    scheduler.drop(fourth)
+    assert scheduler.num_open_slots == 1
+
+
 def test_other_completions_wait_for_the_pages_of_the_first():
     scheduler = scheduler_of()
     first = sequence_of(*range(10))

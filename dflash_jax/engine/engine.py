@@ -110,13 +110,13 @@ class Engine:
         self._clock = RoundClock()
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Queue sequences, all or none.
+        """Queue sequences, all or none; those that get a slot with the next step do not count as waiting.
 
         Raises:
             QueueFullError: more would wait than may.
         """
         limit, waiting = self.config.max_num_queued_seqs, len(self.scheduler.waiting)
-        if limit is not None and waiting + len(sequences) > limit:
+        if limit is not None and waiting + len(sequences) > limit + self.scheduler.num_open_slots:
             raise QueueFullError(
                 f"the queue is full: {waiting} sequences wait, {len(sequences)} more have come, and at most "
                 f"max_num_queued_seqs={limit} may wait (a server's --max-num-queued-reqs); try again later."

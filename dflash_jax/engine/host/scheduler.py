@@ -122,6 +122,7 @@ class Scheduler:
         self.tables = [np.full((max_num_seqs, layout.table_width), NO_PAGE, np.int32) for _ in layout.groups]
         self.valid_from = [np.zeros(max_num_seqs, np.int32) for _ in layout.groups]
         self._max_num_seqs, self._next_check = max_num_seqs, 0.0  # as `time.monotonic` counts
+        self._is_short = False  # whether the last `admit` left sequences waiting
         self._start_books()
 
     def _start_books(self) -> None:
@@ -134,6 +135,11 @@ class Scheduler:
         """Share of the first group's units that sequences own, in [0, 1]."""
         return 1 - self.pools[0].num_free / self.pools[0].num_pages
 
+    @property
+    def num_open_slots(self) -> int:
+        """Slots that newcomers can get from the next `admit`: none while others already wait for slots or pages."""
+        return 0 if self._is_short else len(self._free_slots)
+
     def admit(self) -> list[Running]:
         """Start waiting sequences while there are slots and pages for them."""
         admitted = []
@@ -143,6 +149,7 @@ class Scheduler:
                 break
             self.waiting.popleft()
             admitted.append(running)
+        self._is_short = bool(self.waiting)
         return admitted
 
     def _may_start(self, sequence: Sequence) -> bool:
@@ -196,6 +203,7 @@ class Scheduler:
     def drop(self, sequence: Sequence) -> None:
         """Stop a sequence that waits or runs; ignore one that does neither."""
         self.waiting = deque(waiting for waiting in self.waiting if waiting is not sequence)
+        self._is_short = self._is_short and bool(self.waiting)
         for running in [r for r in self.running if r.sequence is sequence]:
             self.release(running)
 
