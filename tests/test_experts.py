@@ -126,10 +126,10 @@ def assert_equal(ours, theirs):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-def save(folder, raw, naming):
-    """Random tensors of a configuration in another naming than the usual one."""
+def save(folder, raw, naming, beside=()):
+    """Random tensors of a configuration in another naming than the usual one, and others that no model has."""
     config = target_config(raw)
-    usual, renamed = default_naming(config), {}
+    usual, renamed = default_naming(config), {name: np.zeros((2, 2), np.float32) for name in beside}
     for old, array in random_tensors(config, seed=3).items():
         name = old if old == usual.head else naming.prefix + old.removeprefix(usual.prefix)
         if naming.experts_apart and name.endswith("experts.gate_up_proj"):
@@ -144,6 +144,15 @@ def save(folder, raw, naming):
     folder.mkdir()
     save_file({name: np.ascontiguousarray(array) for name, array in renamed.items()}, folder / "model.safetensors")
     return set(renamed)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_built_in_drafter_may_name_its_experts_otherwise(tmp_path, apart):
+    """Quantised Qwen3.6-35B-A3B has the experts apart and the drafter's stacked; Qwen3.5-35B-A3B has the reverse."""
+    others = ("gate_up_proj", "down_proj") if apart else ("0.gate_proj.weight", "0.down_proj.weight")
+    beside = [f"mtp.layers.0.mlp.experts.{name}" for name in others]
+    save(tmp_path / "model", HYBRID_MOE, Naming("model.language_model.", experts_apart=apart), beside)
+    assert "layers_3" in load_params(tmp_path / "model", target_config(HYBRID_MOE), jnp.float32)
 
 
 def test_experts_stacked_and_apart_are_the_same(tmp_path):

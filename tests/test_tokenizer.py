@@ -5,8 +5,11 @@ import shutil
 import unicodedata
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
 
 from dflash_jax.text.tokenizer import NFC_SHRINKS, Tokenizer
 from tests.pairs import RECITER
@@ -49,6 +52,25 @@ def test_a_limit_in_the_tokenizers_file_cuts_no_prompt(tmp_path, tokenizer):
                "pad_type_id": 0, "pad_token": "<|endoftext|>"}  # fmt: skip
     limited = changed(tmp_path, truncation=limit, padding=padding)
     assert limited.encode(LICENCE) == tokenizer.encode(LICENCE)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_text", "qwen3"])
+def test_text_is_cut_as_the_file_says_whatever_class_is_named(tmp_path, model_type):
+    """Qwen3.5's files name Qwen2's class, which parts letters from their marks."""
+    text, rule = "हिन्दी किताब", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|\s+"
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(rule), "isolated")
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, ByteLevel(use_regex=False)])
+    trainer = BpeTrainer(initial_alphabet=ByteLevel.alphabet(), special_tokens=["<|im_end|>"], show_progress=False)
+    trained.train_from_iterator([text] * 9, trainer)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    named = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode(text) == trained.encode(text).ids
+    assert len(tokenizer.encode(text)) == 2
+    assert tokenizer.eos_token_id == 0
 
 
 def test_ids_of_single_tokens(tokenizer):

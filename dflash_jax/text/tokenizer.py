@@ -20,19 +20,24 @@ PROMPT_TAIL = 8  # prompt tokens that a decoder is primed with, so that a first 
 NFC_SHRINKS = 4  # characters that Unicode's canonical composition may join to one, at most (as in U+1F82)
 
 
-def auto_tokenizer() -> Any:
-    """Import transformers' AutoTokenizer without its warning that torch is absent: torch is absent on purpose."""
+def _tokenizer_class(folder: Path) -> Any:
+    """The class of transformers' that reads a folder's tokenizer as its files say.
+
+    `AutoTokenizer` goes by the name of a class, and Qwen2's cuts text by Qwen2's rule whatever tokenizer.json says:
+    letters of Hindi lose their vowel signs in Qwen3.5's, which name that class. Models that transformers knows of are
+    spared that; `qwen3_5_text` is none of them.
+    """
     logger = logging.getLogger("transformers")
 
     def is_about_something_else(record: logging.LogRecord) -> bool:
         return "PyTorch" not in record.getMessage()
 
-    logger.addFilter(is_about_something_else)
+    logger.addFilter(is_about_something_else)  # that torch is absent, which it is on purpose
     try:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
     finally:
         logger.removeFilter(is_about_something_else)
-    return AutoTokenizer
+    return PreTrainedTokenizerFast if (folder / "tokenizer.json").exists() else AutoTokenizer
 
 
 class Tokenizer:
@@ -49,7 +54,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path):
         try:
-            tokenizer = auto_tokenizer().from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            tokenizer = _tokenizer_class(folder).from_pretrained(folder, local_files_only=True)
         except Exception as error:  # transformers raises anything on a damaged file
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise CheckpointError(

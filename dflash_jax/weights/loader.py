@@ -6,7 +6,6 @@ All headers are checked against the table before any tensor is read: a wrong fil
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from dflash_jax.weights.formats.side_by_side import SideBySide
 from dflash_jax.weights.formats.transposed import Transposed, inputs_first
 from dflash_jax.weights.formats.weight import weight_of
 from dflash_jax.weights.layouts import SCALE_SUFFIXES, Matrix, Stored, dequantized
-from dflash_jax.weights.naming import Naming, naming_of
+from dflash_jax.weights.naming import SKIPPED, Naming, naming_of
 from dflash_jax.weights.parameters import Parameter, build, output_axes, parameters_of
 from dflash_jax.weights.quantized import find_quantized, grouped, stacked, uniform
 from dflash_jax.weights.safetensors import TensorInfo, list_tensors
@@ -41,7 +40,6 @@ Placement = Callable[[tuple[str, ...], tuple[int, ...]], jax.sharding.Sharding |
 
 FP8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 MOST_NAMED = 5  # problems that one error lists
-SKIPPED = re.compile(r"^model\.(visual)\.|^(mtp)\.")  # what a hybrid's checkpoint holds beside the language model
 
 
 @dataclass(frozen=True)

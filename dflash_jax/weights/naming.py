@@ -13,6 +13,7 @@ from dflash_jax.spec.hybrid import NEXT
 # How names of a target's tensors begin, and how that of its head does: text alone; Qwen3.5 as published; MLX.
 PREFIXES: Mapping[str, str] = {"model.": "", "model.language_model.": "", "language_model.model.": "language_model."}
 STACKED = re.compile(r"\.experts\.gate_up_proj$")  # Qwen3.5 as published in 16 bits
+SKIPPED = re.compile(r"^model\.(visual)\.|^(mtp)\.")  # what a hybrid's checkpoint holds beside the language model
 APART = re.compile(r"\.experts\.\d+\.gate_proj\.")  # Qwen3, Qwen3-Next, and quantised Qwen3.5
 
 
@@ -50,13 +51,15 @@ def naming_of(names: Iterable[str], config: TargetConfig | DraftConfig) -> Namin
     """How a checkpoint names the tensors of a model, by the names that it holds.
 
     Args:
-        names: of all tensors in the checkpoint.
+        names: of all tensors in the checkpoint. Those beside the language model do not count: published quantised
+            files have its experts apart, and a built-in drafter's stacked, as it was.
         config: the model's; drafters and dense targets without recurrent layers have one naming only.
     """
     names, usual = list(names), default_naming(config)
     if not isinstance(config, TargetConfig):
         return usual
     if config.architecture in HYBRIDS:
+        names = [name for name in names if SKIPPED.match(name) is None]
         longest_first = sorted(PREFIXES, key=len, reverse=True)
         usual = replace(usual, prefix=next((p for p in longest_first if any(n.startswith(p) for n in names)), "model."))
     if any(map(STACKED.search, names)):
