@@ -1,4 +1,4 @@
-"""Packs 4-bit numbers as checkpoints do, a number at a time: independent of `dflash_jax.weights.packing`."""
+"""Packs numbers of 4 and 8 bits as checkpoints do, a number at a time: independent of `dflash_jax.weights.packing`."""
 
 import numpy as np
 
@@ -23,13 +23,14 @@ def config_of(quantization):
     return target_config(HYBRID | {"quantization_config": quantization}).quantization
 
 
-def words(numbers):
-    """int32 [R, C / 8] of numbers [R, C] from 0 to 15, the first in the lowest bits; missing ones are 0."""
+def words(numbers, bits=4):
+    """int32 of numbers [R, C] of so many bits, the first of a row in the lowest ones; missing ones are 0."""
     rows, columns = numbers.shape
-    found = np.zeros((rows, -(-columns // 8)), np.uint32)
+    places = 32 // bits
+    packed = np.zeros((rows, -(-columns // places)), np.uint32)
     for column in range(columns):
-        found[:, column // 8] |= numbers[:, column].astype(np.uint32) << np.uint32(4 * (column % 8))
-    return found.view(np.int32)
+        packed[:, column // places] |= numbers[:, column].astype(np.uint32) << np.uint32(bits * (column % places))
+    return packed.view(np.int32)
 
 
 def awq_words(numbers):
@@ -37,18 +38,19 @@ def awq_words(numbers):
     return words(numbers.reshape(len(numbers), -1, 8)[..., order].reshape(numbers.shape))
 
 
-def packed(layout, numbers, scales, zeros, index=None):
-    """The tensors of a matrix: numbers [O, I] from 0 to 15, scales and zeros [O, G], and the group of each input."""
+def packed(layout, numbers, scales, zeros, index=None, bits=4):
+    """The tensors of a matrix: numbers [O, I] of so many bits, scales and zeros [O, G], and the group of each input."""
     if layout == "compressed":
         tensors = {
-            "weight_packed": words(numbers),
+            "weight_packed": words(numbers, bits),
             "weight_scale": scales,
-            "weight_zero_point": np.ascontiguousarray(words(zeros.T).T),
+            "weight_zero_point": np.ascontiguousarray(words(zeros.T, bits).T),
             "weight_shape": np.int64(numbers.shape),
         }
         return tensors | ({} if index is None else {"weight_g_idx": index})
     if layout == "awq":
         return {"qweight": awq_words(numbers.T), "qzeros": awq_words(zeros.T), "scales": scales.T.copy()}
     less = 1 if layout == "gptq" else 0
-    tensors = {"qweight": words(numbers).T.copy(), "qzeros": words((zeros - less).T), "scales": scales.T.copy()}
+    qweight, qzeros = words(numbers, bits).T.copy(), words((zeros - less).T, bits)
+    tensors = {"qweight": qweight, "qzeros": qzeros, "scales": scales.T.copy()}
     return tensors | ({} if index is None else {"g_idx": index})

@@ -16,12 +16,16 @@ from dflash_jax.weights.formats.grouped import Grouped
 from dflash_jax.weights.formats.side_by_side import SideBySide
 from dflash_jax.weights.loader import load_params
 from dflash_jax.weights.parameters import PROJECTIONS, checkpoint_tensors
-from tests.packers import GPTQ_V2, packed
+from dflash_jax.weights.safetensors import list_tensors
+from tests.packers import COMPRESSED, GPTQ, GPTQ_V2, packed
 from tests.pairs import GOLDEN, HYBRID, golden_llm, random_tensors
 
 
 def quantized_model(folder, layouts, quantization, *, group=8, index=None):
-    """A hybrid whose matrices of these names are packed; returns its configuration and its dense tensors."""
+    """A hybrid whose matrices of these names are packed; returns its configuration and its dense tensors.
+
+    A layout is of 4 bits, unless its name ends in " 8".
+    """
     raw = HYBRID | {"quantization_config": quantization}
     config = target_config(raw)
     tensors, files, rng = random_tensors(config, 0), {}, np.random.default_rng(1)
@@ -38,14 +42,16 @@ def quantized_model(folder, layouts, quantization, *, group=8, index=None):
             tensors[name] = files[name].astype(np.float32) * spread
         else:
             outputs, inputs = tensor.shape
-            numbers = rng.integers(0, 16, tensor.shape, np.uint8)
-            zeros = rng.integers(1, 16, (outputs, inputs // group), np.uint8)
-            scales = rng.uniform(0.01, 0.1, zeros.shape).astype(np.float16)
+            layout, _, bits = layout.partition(" ")
+            most = 2 ** int(bits or 4)
+            numbers = rng.integers(0, most, tensor.shape, np.uint8)
+            zeros = rng.integers(1, most, (outputs, inputs // group), np.uint8)
+            scales = (rng.uniform(0.16, 1.6, zeros.shape) / most).astype(np.float16)
             of = np.arange(inputs) // group
             if index is not None and module in index:
                 of = np.random.default_rng(index[module]).permutation(of).astype(np.int32)
             order = None if index is None or module not in index else of
-            for part, array in packed(layout, numbers, scales, zeros, order).items():
+            for part, array in packed(layout, numbers, scales, zeros, order, int(bits or 4)).items():
                 files[f"{base}.{part}"] = array
             tensors[name] = (numbers - zeros[:, of].astype(np.float32)) * scales.astype(np.float32)[:, of]
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,6 +83,7 @@ EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 GATES = ("in_proj_a", "in_proj_b")  # at 16 bits in calibrated checkpoints, quantised in exports without a model
 DELTA = ("in_proj_qkv", "in_proj_z", "out_proj")
 V2_8 = GPTQ_V2 | {"group_size": 8}
+GROUPS_OF_8 = {"config_groups": {"g": {"weights": {"group_size": 8}}}}
 
 
 def test_rows_are_moved_and_joined_packed(tmp_path):
@@ -148,11 +155,31 @@ def leaves(params):
     return [(name, leaf) for room in rooms for name, leaf in sorted(room.items()) if isinstance(leaf, Grouped)]
 
 
-def test_a_head_stays_at_16_bits(tmp_path):
-    config, _ = quantized_model(tmp_path, {"q_proj": "gptq_v2", "lm_head": "gptq_v2"}, V2_8)
-    with pytest.raises(
-        CheckpointError, match=r"lm_head\.qweight' is packed, and '.*lm_head\.weight' must be at 16 bits"
-    ):
+@pytest.mark.parametrize("index", [None, {"lm_head": 5, "q_proj": 6}])
+@pytest.mark.parametrize(
+    ("layout", "quantization"),
+    [("gptq_v2", V2_8), ("gptq", GPTQ | {"group_size": 8}), ("compressed", COMPRESSED | GROUPS_OF_8)],
+    ids=["gptq_v2", "gptq", "compressed"],
+)
+def test_a_head_and_matrices_of_8_bits_are_held_wide(tmp_path, caplog, layout, quantization, index):
+    """No kernel multiplies 8-bit integers, nor a packed head; AutoRound's mixed checkpoints have 8 bits beside 4."""
+    layouts = {"lm_head": layout, "q_proj": f"{layout} 8", "v_proj": layout, "down_proj": f"{layout} 8"}
+    config, tensors = quantized_model(tmp_path, layouts, quantization, index=index)
+    for transpose in (False, True):
+        params = load_params(tmp_path, config, jnp.float32, transpose=transpose)
+        assert_holds(config, params, tensors)
+    attention = params["layers_3"]["self_attn"]["qkv_proj"]
+    assert [isinstance(part, Grouped) for part in attention.parts] == [False, True]  # q and k, v
+    assert all("7 packed matrices are held in float32, " in message for message in caplog.messages)
+
+
+def test_tensors_of_8_bits_that_do_not_fit_are_named(tmp_path):
+    config, _ = quantized_model(tmp_path, {"q_proj": "gptq_v2 8"}, V2_8)
+    file = tmp_path / "model.safetensors"
+    tensors = {name: info.load() for name, info in list_tensors(tmp_path).items()}
+    name = next(name for name in tensors if name.endswith("q_proj.qzeros"))
+    save_raw(file, tensors | {name: tensors[name][:, :1]})
+    with pytest.raises(CheckpointError, match=r"q_proj\.qzeros' should have shape \[\d+, \d+\] for 8 bits and has"):
         load_params(tmp_path, config, jnp.float32)
 
 

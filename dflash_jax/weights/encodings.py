@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.weights import packing
 from dflash_jax.weights.export import FP8_LARGEST, FP8_QUANTIZATION, quantize_rows
-from dflash_jax.weights.gptq import dense, gptq, nearest
+from dflash_jax.weights.gptq import gptq, nearest
 from dflash_jax.weights.layouts import E4M3, MIDDLE, Matrix
 
 BLOCK = 128  # rows and columns of an fp8 matrix that share a scale: other engines' kernels have no other size
@@ -102,7 +102,7 @@ class Int4(Encoding):
         if not self.symmetric:
             zeros = packing.words_to_numbers(tensors["weight_zero_point"].T)[:, : len(scales)].T
         pairs = packing.from_compressed(tensors["weight_packed"], scales.shape[1] * self.group)
-        return dense(Matrix(pairs, scales, zeros, None))
+        return Matrix(pairs, scales, zeros, None).dense()
 
 
 @dataclass(frozen=True)

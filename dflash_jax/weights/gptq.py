@@ -73,15 +73,6 @@ def gptq(
     return _matrix(numbers[:, jnp.argsort(order)], scales, zeros)
 
 
-def dense(matrix: Matrix) -> Float[np.ndarray, "O I"]:
-    """The numbers that a 4-bit matrix without an order stands for, in float32."""
-    assert matrix.zeros is not None
-    zeros, scales = (
-        np.repeat(array.astype(np.float32), matrix.group, axis=1) for array in (matrix.zeros, matrix.scales)
-    )
-    return (packing.to_numbers(matrix.values).astype(np.float32) - zeros) * scales
-
-
 def _groups(weight: Float[Array, "O I"], group: int) -> Float[Array, "O G group"]:
     return weight.reshape(len(weight), -1, group)
 

@@ -62,6 +62,17 @@ class Matrix:
         mine, others = (np.zeros(0) if order is None else order for order in (self.order, other.order))
         return is_same_kind and np.array_equal(mine, others)
 
+    def dense(self) -> Float[np.ndarray, "O I"]:
+        """The numbers that it stands for, in float32, a column for each input."""
+        scales = np.repeat(self.scales.astype(np.float32), self.group, axis=1)
+        if self.zeros is None:
+            numbers = self.values.astype(np.float32)
+        else:
+            zeros = np.repeat(self.zeros.astype(np.float32), self.group, axis=1)
+            numbers = packing.to_numbers(self.values).astype(np.float32) - zeros
+        columns = slice(None) if self.order is None else np.argsort(self.order)
+        return (numbers * scales)[:, columns]
+
     def regrouped(self, group: int) -> Matrix:
         """With a scale for each `group` inputs, a divisor of the present number: scales are repeated."""
         times = self.group // group
@@ -98,14 +109,16 @@ def packed_by_groups(tensors: Mapping[str, TensorInfo], shape: tuple[int, int], 
         method = None if config is None else config.method
         sentence = f"is packed, but config.json has quant_method {method!r}, which says not how; restore its fields"
         return Stored(tensors, shape, (_problem(tensors["qweight"], sentence),), lambda: _unreachable())
-    is_awq, groups = config.packing == "awq", _groups(tensors, "scales", 0)
+    is_awq, groups = config.packing == "awq", groups_of(tensors, "scales", 0)
     expected: Shapes = {
         "qweight": (inputs, -(-outputs // 8)) if is_awq else (-(-inputs // 8), outputs),
         "qzeros": (groups, -(-outputs // 8)),
         "scales": (groups, outputs),
         "g_idx": (inputs,),
     }
-    problems = _shape_problems(tensors, expected, optional=("g_idx",), of=f"in {config.packing.upper()}'s packing")
+    problems = shape_problems(
+        tensors, expected, optional=("g_idx",), of=f"for 4 bits in {config.packing.upper()}'s packing"
+    )
     group, problem = _group(tensors["qweight"], inputs, groups, config)
     unpack = packing.awq_to_numbers if is_awq else packing.words_to_numbers
 
@@ -123,7 +136,7 @@ def packed_by_groups(tensors: Mapping[str, TensorInfo], shape: tuple[int, int], 
 def compressed(tensors: Mapping[str, TensorInfo], shape: tuple[int, int], config: Quantization | None) -> Stored:
     """A matrix of compressed-tensors' names: `weight_packed`, `weight_scale`, `weight_zero_point`, `weight_g_idx`."""
     outputs, inputs = shape
-    groups = _groups(tensors, "weight_scale", 1)
+    groups = groups_of(tensors, "weight_scale", 1)
     expected: Shapes = {
         "weight_packed": (outputs, -(-inputs // 8)),
         "weight_scale": (outputs, groups),
@@ -132,7 +145,7 @@ def compressed(tensors: Mapping[str, TensorInfo], shape: tuple[int, int], config
         "weight_shape": (2,),
     }
     optional = ("weight_zero_point", "weight_g_idx", "weight_shape")
-    problems = _shape_problems(tensors, expected, optional=optional, of="in compressed-tensors' packing")
+    problems = shape_problems(tensors, expected, optional=optional, of="for 4 bits in compressed-tensors")
     group, problem = _group(tensors["weight_packed"], inputs, groups, config)
 
     def load() -> Matrix:
@@ -237,15 +250,16 @@ def _unreachable() -> Any:
     raise AssertionError("a matrix with problems is never loaded")
 
 
-def _groups(tensors: Mapping[str, TensorInfo], name: str, axis: int) -> int:
+def groups_of(tensors: Mapping[str, TensorInfo], name: str, axis: int) -> int:
     """The number of groups, which the scales show; 1 where they are absent or no matrix, which is said elsewhere."""
     info = tensors.get(name)
     return info.shape[axis] if info is not None and len(info.shape) == 2 else 1
 
 
-def _shape_problems(
+def shape_problems(
     tensors: Mapping[str, TensorInfo], expected: Shapes, *, optional: tuple[str, ...], of: str
 ) -> tuple[str, ...]:
+    """What is wrong with the tensors of a matrix, whose expected shapes are `of` a number of bits and a packing."""
     problems = []
     some = next(iter(tensors.values()))
     for name, shape in expected.items():
@@ -257,9 +271,7 @@ def _shape_problems(
             continue
         wants_floats = name.endswith(("scale", "scales"))
         if info.shape != shape:
-            problems.append(
-                _problem(info, f"should have shape {list(shape)} for 4 bits {of} and has {list(info.shape)}")
-            )
+            problems.append(_problem(info, f"should have shape {list(shape)} {of} and has {list(info.shape)}"))
         elif jnp.issubdtype(info.dtype, jnp.floating) != wants_floats or (
             not wants_floats and name != "weight_shape" and info.dtype != INT32
         ):

@@ -29,9 +29,10 @@ from dflash_jax.weights.formats.weight import weight_of
 from dflash_jax.weights.layouts import SCALE_SUFFIXES, Matrix, Stored, dequantized
 from dflash_jax.weights.naming import SKIPPED, Naming, naming_of
 from dflash_jax.weights.parameters import Parameter, build, output_axes, parameters_of
-from dflash_jax.weights.quantized import find_quantized, grouped, stacked, uniform
+from dflash_jax.weights.quantized import find_quantized, find_widened, grouped, stacked, uniform
 from dflash_jax.weights.safetensors import TensorInfo, list_tensors
 from dflash_jax.weights.tables import IGNORED_TENSORS, checkpoint_shape, checkpoint_table, kv_scale_names
+from dflash_jax.weights.widened import Widened
 
 logger = logging.getLogger(__name__)
 
@@ -130,24 +131,28 @@ def load_params(
     table = checkpoint_table(config, naming)
     parameters = parameters_of(table, config)
     quantized = find_quantized(tensors, parameters, table, config, on_cpu=transpose) if keep_quantized else {}
-    _check(folder, tensors, table, config, naming, quantized)
-    experts = [name for p in parameters if p.is_experts for name in p.parts]
-    if widened := sum(tensors[name].dtype in FP8 for name in experts if name not in quantized):
-        logger.warning("%s: %d matrices of experts in fp8 are held in %s: twice the bytes.", folder, widened, dtype)
+    widened = find_widened(tensors, table, quantized, config) if keep_quantized else {}
+    _check(folder, tensors, table, config, naming, {**quantized, **widened})
+    _log_widened(folder, tensors, parameters, quantized, widened, dtype)
 
     def put(array: np.ndarray, axes: tuple[str, ...], floating: DTypeLike = dtype) -> jax.Array:
         # Whoever does not wait reads on while transfers hold the arrays before: the host's memory would not do.
         placed = jax.block_until_ready(jax.device_put(array, place(axes, array.shape)))
         return placed.astype(floating if jnp.issubdtype(placed.dtype, jnp.floating) else jnp.int32)
 
+    def read_one(name: str) -> np.ndarray:
+        if name not in widened:
+            return read_tensor(tensors, name, config)
+        return widened[name].read().reshape(checkpoint_shape(table[name], config))
+
     def dense(parameter: Parameter) -> jax.Array | Transposed:
-        array = parameter.join({name: read_tensor(tensors, name, config) for name in parameter.parts})
+        array = parameter.join({name: read_one(name) for name in parameter.parts})
         if transpose and parameter.is_projection:
             return Transposed(put(inputs_first(array, output_axes(parameter.axes)), ("D", "D")), parameter.shape)
         return put(array, parameter.axes, jnp.float32 if parameter.is_float32 else dtype)
 
     def read(parameter: Parameter) -> jax.Array | Weight:
-        loaders = _loaders(parameter, tensors, config, quantized, quantize)
+        loaders = _loaders(parameter, read_one, quantized, quantize)
         if parameter.is_experts:
             return stacked(parameter, loaders, place) if loaders else dense(parameter)
         matrices = {name: load() for name, load in loaders.items()}
@@ -158,14 +163,32 @@ def load_params(
     return build(parameters, read)
 
 
+def _log_widened(
+    folder: Path,
+    tensors: Mapping[str, TensorInfo],
+    parameters: Iterable[Parameter],
+    quantized: Mapping[str, Stored],
+    widened: Mapping[str, Widened],
+    dtype: DTypeLike,
+) -> None:
+    """Warn of matrices that take more bytes than in the file."""
+    experts = {name for p in parameters if p.is_experts for name in p.parts if name in tensors} - quantized.keys()
+    if twice := sum(tensors[name].dtype in FP8 for name in experts):
+        logger.warning(
+            "%s: %d matrices of experts in fp8 are held in %s: twice the bytes.", folder, twice, jnp.dtype(dtype)
+        )
+    if widened:
+        count, name = len(widened), next(iter(widened))
+        logger.warning("%s: %d packed matrices are held in %s, %s among them.", folder, count, jnp.dtype(dtype), name)
+
+
 def _side_by_side(parameter: Parameter, weights: Iterable[jax.Array | Weight]) -> SideBySide:
     return SideBySide(tuple(map(weight_of, weights)), parameter.axis, output_axes(parameter.axes))
 
 
 def _loaders(
     parameter: Parameter,
-    tensors: Mapping[str, TensorInfo],
-    config: TargetConfig | DraftConfig,
+    read: Callable[[str], np.ndarray],
     quantized: Mapping[str, Stored],
     quantize: Callable[[np.ndarray], Matrix] | None,
 ) -> dict[str, Callable[[], Matrix]]:
@@ -179,11 +202,11 @@ def _loaders(
         return loaders
     if parameter.is_experts and not parameter.is_stacked:  # one tensor with the matrices of all
         [name] = others
-        matrices = read_tensor(tensors, name, config).reshape(-1, *parameter.shape[-2:])
+        matrices = read(name).reshape(-1, *parameter.shape[-2:])
         return {f"{name}[{i}]": partial(quantize, matrix) for i, matrix in enumerate(matrices)}
 
     def rounded(name: str) -> Matrix:
-        tensor = read_tensor(tensors, name, config)
+        tensor = read(name)
         return quantize(tensor.reshape(len(tensor), -1))
 
     return loaders | {name: partial(rounded, name) for name in others}
@@ -222,7 +245,7 @@ def _check(
     table: dict[str, str],
     config: TargetConfig | DraftConfig,
     naming: Naming,
-    quantized: Mapping[str, Stored],
+    quantized: Mapping[str, Stored | Widened],
 ) -> None:
     """Raise one error for all tensors that do not fit the table, with file, tensor, expected and actual shape."""
     problems: list[str] = []

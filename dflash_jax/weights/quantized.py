@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from dflash_jax.base.errors import CheckpointError
 from dflash_jax.spec import DraftConfig, TargetConfig
+from dflash_jax.spec.quantization import Quantization
 from dflash_jax.weights import packing
 from dflash_jax.weights.formats.grouped import Grouped
 from dflash_jax.weights.layouts import (
@@ -30,12 +31,15 @@ from dflash_jax.weights.layouts import (
 from dflash_jax.weights.parameters import Parameter, output_axes
 from dflash_jax.weights.safetensors import TensorInfo
 from dflash_jax.weights.tables import checkpoint_shape
+from dflash_jax.weights.widened import Widened, of_eight_bits, of_four_bits
 from pallas_kernels.quantized_product.layout import PLACES, PLACES_E4M3, span_of_group
 
 Placement = Callable[[tuple[str, ...], tuple[int, ...]], Sharding | None]
 
+Layout = Callable[[Mapping[str, TensorInfo], tuple[int, int], Quantization | None], Stored]
+
 # The tensor that shows a matrix to be packed, how such a matrix is read, and the other tensors that it may have.
-PACKED = {
+PACKED: dict[str, tuple[Layout, tuple[str, ...]]] = {
     "qweight": (packed_by_groups, ("qzeros", "scales", "g_idx")),
     "weight_packed": (compressed, ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")),
 }
@@ -78,6 +82,36 @@ def find_quantized(
     return stored
 
 
+def find_widened(
+    tensors: Mapping[str, TensorInfo],
+    table: Mapping[str, str],
+    kept: Mapping[str, Stored],
+    config: TargetConfig | DraftConfig,
+) -> dict[str, Widened]:
+    """The packed matrices of a target that are not kept packed, by the names that they have at 16 bits."""
+    if isinstance(config, DraftConfig):
+        return {}
+    widened: dict[str, Widened] = {}
+    for name, axes in table.items():
+        layout, parts = _packed(tensors, name)
+        if parts and name not in tensors and name not in kept:
+            rows, *inputs = checkpoint_shape(axes, config)
+            shape = rows, math.prod(inputs)
+            matrix = of_eight_bits(parts, shape, config.quantization)
+            widened[name] = matrix or of_four_bits(layout(parts, shape, config.quantization))
+    return widened
+
+
+def _packed(tensors: Mapping[str, TensorInfo], name: str) -> tuple[Layout, dict[str, TensorInfo]]:
+    """The layout of a packed matrix, and its tensors by the last part of their names; none if it is not packed."""
+    base = name.removesuffix(".weight")
+    for first, (layout, others) in PACKED.items():
+        parts = {suffix: tensors[f"{base}.{suffix}"] for suffix in (first, *others) if f"{base}.{suffix}" in tensors}
+        if first in parts:
+            return layout, parts
+    return compressed, {}
+
+
 def _size(matrix: Stored) -> int:
     return math.prod(matrix.shape)
 
@@ -100,13 +134,11 @@ def _stored(
     tensors: Mapping[str, TensorInfo], name: str, shape: tuple[int, int], config: TargetConfig
 ) -> Stored | None:
     """The quantised matrix of this name; None if there is none."""
-    base, info = name.removesuffix(".weight"), tensors.get(name)
+    info = tensors.get(name)
     if info is None:
-        for first, (layout, others) in PACKED.items():
-            suffixes = [suffix for suffix in (first, *others) if f"{base}.{suffix}" in tensors]
-            if first in suffixes:
-                return layout({suffix: tensors[f"{base}.{suffix}"] for suffix in suffixes}, shape, config.quantization)
-        return None
+        layout, parts = _packed(tensors, name)
+        is_kept = parts and of_eight_bits(parts, shape, config.quantization) is None
+        return layout(parts, shape, config.quantization) if is_kept else None
     scale = next((tensors[name + suffix] for suffix in SCALE_SUFFIXES if name + suffix in tensors), None)
     if scale is None or info.dtype != E4M3 or info.shape != shape:
         return None

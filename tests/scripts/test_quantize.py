@@ -18,7 +18,7 @@ from dflash_jax.train.cache import SequenceCache
 from dflash_jax.weights.encodings import Fp8Blocks, Int4
 from dflash_jax.weights.export import dense_params, save_json, save_model, save_tensors
 from dflash_jax.weights.folder import EMBEDDED
-from dflash_jax.weights.gptq import dense, gptq, nearest
+from dflash_jax.weights.gptq import gptq, nearest
 from dflash_jax.weights.layouts import compressed
 from dflash_jax.weights.loader import load_params
 from dflash_jax.weights.packing import to_numbers
@@ -52,7 +52,7 @@ def test_errors_of_products_with_the_inputs_become_small(symmetric):
     moment = jnp.asarray(x.T @ x / len(x))
 
     def error(matrix):
-        return np.square(x @ (dense(matrix) - weight).T).mean() / np.square(x @ weight.T).mean()
+        return np.square(x @ (matrix.dense() - weight).T).mean() / np.square(x @ weight.T).mean()
 
     simple = nearest(weight, 128, symmetric=symmetric)
     good = gptq(weight, moment, 128, symmetric=symmetric, name="weight")
@@ -68,8 +68,8 @@ def test_nearest_numbers_are_off_by_half_a_step(symmetric):
     matrix = nearest(weight, 64, symmetric=symmetric)
     steps = np.repeat(matrix.scales.astype(np.float32), 64, axis=1)
     clipped = 1.0 if symmetric else 0.5  # the largest number of a symmetric group, 7.5 steps, has only 7
-    assert (np.abs(dense(matrix) - weight) <= steps * (clipped + 0.1)).all()
-    assert np.abs(dense(matrix) - weight).mean() < 0.3 * steps.mean()
+    assert (np.abs(matrix.dense() - weight) <= steps * (clipped + 0.1)).all()
+    assert np.abs(matrix.dense() - weight).mean() < 0.3 * steps.mean()
     # Numbers are rounded for the scales that the file holds.
     zeros = np.repeat(matrix.zeros.astype(np.float32), 64, axis=1)
     np.testing.assert_array_equal(to_numbers(matrix.values), np.clip(np.rint(weight / steps) + zeros, 0, 15))
@@ -94,7 +94,7 @@ def test_the_loader_reads_what_is_packed(tmp_path, symmetric):
     assert ("weight_zero_point" in tensors) == (not symmetric)
     for part in ("values", "scales", "zeros"):
         np.testing.assert_array_equal(getattr(read.load(), part), getattr(matrix, part))
-    np.testing.assert_array_equal(encoding.dense(tensors), dense(matrix))
+    np.testing.assert_array_equal(encoding.dense(tensors), matrix.dense())
 
 
 def test_blocks_have_a_scale_each():
