@@ -16,13 +16,14 @@ from types import FrameType
 import uvicorn
 
 from dflash_jax.base.errors import ConfigError, DFlashError
+from dflash_jax.base.logs import log_to_stderr
 from dflash_jax.base.values import SamplingParams
 from dflash_jax.options.engine_args import EngineArgs
 from dflash_jax.options.option import flag_of
 from dflash_jax.options.serve_args import ServeArgs
 from dflash_jax.options.serve_command import parse_args
 from dflash_jax.serve.answers.metrics import Metrics
-from dflash_jax.serve.answers.server_state import ServerState, sampling_defaults
+from dflash_jax.serve.answers.server_state import ServerState, most_tokens, sampling_defaults
 from dflash_jax.serve.app import create_app
 from dflash_jax.serve.engine_link.client import EngineClient
 from dflash_jax.serve.engine_link.link_messages import Start
@@ -33,7 +34,6 @@ from dflash_jax.text.renderer import GENERATION_FIELDS, Renderer
 from dflash_jax.weights.folder import alias_drafter, resolve_folders
 
 GOODBYE_SECONDS = 1.0  # seconds that clients have to read how their requests ended
-LOG_FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
 logger = logging.getLogger(__name__)
 
 
@@ -78,7 +78,7 @@ class Server(uvicorn.Server):
 def main(arguments: list[str] | None = None) -> int:
     """Serve until a signal stops the server; returns the exit status, 2 if it cannot start."""
     args = parse_args(arguments)
-    logging.basicConfig(level=args.log_level.upper(), format=LOG_FORMAT)
+    log_to_stderr(args.log_level)
     try:
         check_drafter(args)
         listener = listen(args)
@@ -173,7 +173,7 @@ def make_state(args: ServeArgs) -> ServerState:
     )
     client = EngineClient(start, restarts=args.restart_engine)
     metrics = Metrics(lambda: client.stats, prefix=args.metrics_prefix, model=args.served_model_name[0])
-    return ServerState(args, renderer, client, metrics, defaults)
+    return ServerState(args, renderer, client, metrics, defaults, most_tokens(defaults, args))
 
 
 def listen(args: ServeArgs) -> socket.socket:

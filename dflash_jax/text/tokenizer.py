@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.decoders import DecodeStream
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -67,6 +68,7 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._templates: dict[str, ChatTemplate] = {}  # by source: the folder's, and those of callers
+        self._added = frozenset(tokenizer.added_tokens_decoder)
         self._texts: dict[int, str] = {}  # the text of single tokens by id, filled as they are asked for
 
     @staticmethod
@@ -147,6 +149,23 @@ class Tokenizer:
         if text is None:
             text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, which may be a part of a character."""
+        token = self._backend.id_to_token(token_id)
+        if token is None or self._bytes_of is None or token_id in self._added:
+            return self.decode_one(token_id).encode()
+        return bytes(self._bytes_of[character] for character in token)
+
+    @cached_property
+    def _bytes_of(self) -> dict[str, int] | None:
+        """The byte that each character of a token's name stands for; None if names are no bytes."""
+        if not isinstance(self._backend.decoder, ByteLevelDecoder):
+            return None
+        # GPT-2's alphabet: printable bytes stand for themselves, the others are numbered from 256 on.
+        printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+        others = [byte for byte in range(256) if byte not in printable]
+        return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
     def render_chat(
         self,

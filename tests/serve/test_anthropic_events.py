@@ -4,6 +4,7 @@ import asyncio
 import json
 from functools import partial
 
+import msgspec
 import pytest
 
 from dflash_jax.base.values import SamplingParams
@@ -69,7 +70,8 @@ def events_of(text_, finish_reason="stop", stop_reason=None, size=3, **options):
     whole_job, chat_events = reader()
     whole_job.num_tokens, whole_job.cached = len(text_), {"1": 3}
     completion = completion_of(text_, finish_reason, stop_reason)
-    return events, whole_message(HEAD, completion, chat_events.read(completion), whole_job)
+    whole = msgspec.json.encode(whole_message(HEAD, completion, chat_events.read(completion), whole_job))
+    return events, json.loads(whole)
 
 
 def blocks_of(events):
@@ -162,6 +164,22 @@ def test_a_named_tool_is_a_use_of_it():
     for message in (blocks_of(events), whole):
         assert message["stop_reason"] == "tool_use"
         assert without_ids(message)["content"] == [{"type": "tool_use", "name": "read", "input": {"path": "a"}}]
+
+
+@pytest.mark.parametrize("arguments", [r'{"path": "\ud83d"}', '{"n": 1e999}'])
+def test_arguments_that_python_cannot_write_again(arguments):
+    call = f'<tool_call>\n{{"name": "read", "arguments": {arguments}}}\n</tool_call>'
+    events, whole = events_of(call)
+    for message in (blocks_of(events), whole):
+        assert message["content"][0]["input"] == json.loads(arguments)
+
+
+def test_a_named_tool_that_is_cut_stays_a_use_of_it():
+    events, whole = events_of('{"path": "a', "length", tool_name="read")
+    assert whole["stop_reason"] == "max_tokens"
+    assert without_ids(whole)["content"] == [{"type": "tool_use", "name": "read", "input": {}}]
+    fragments = [e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta"]
+    assert "".join(fragments) == '{"path": "a'
 
 
 def test_tools_that_are_required():

@@ -79,8 +79,8 @@ def outputs(*deltas: RequestDelta, **stats) -> Outputs:
     return Outputs(list(deltas), EngineStats(**stats))
 
 
-def add(request_id: str) -> Add:
-    return Add(request_id, [1, 2], SamplingParams(), None, True)
+def add(request_id: str, n: int = 1) -> Add:
+    return Add(request_id, [1, 2], SamplingParams(n=n), None, True)
 
 
 async def until(holds) -> None:
@@ -220,6 +220,28 @@ async def test_refusals(client, engine):
 
 
 @with_engine
+async def test_a_full_queue_is_told_without_the_engine(client, engine):
+    """A step may take seconds, and the engine reads between steps."""
+    engine.say(msgspec.structs.replace(READY, max_num_queued_seqs=1))
+    await until(lambda: client.ready.max_num_queued_seqs == 1)
+    with pytest.raises(RequestError, match=r"has 4 completions, and at most 2 may run and 1 wait"):
+        async with client.stream([add("a", n=2), add("b", n=2)]):
+            pass
+    async with client.stream([add("a", n=2)]) as first:
+        engine_id = (await engine.hear()).request_id
+        with pytest.raises(QueueFullError, match=r"2 sequences run or wait, 2 more have come"):
+            async with client.stream([add("b", n=2)]):
+                pass
+        completion = CompletionDelta(1, "", [1], None, [], "stop", None, None)
+        engine.say(outputs(RequestDelta(engine_id, [completion], False, None, 0, 0.0, 0.0)))
+        await first.get()
+        async with client.stream([add("b", n=2)]):
+            assert isinstance(await engine.hear(), Add)
+    async with client.stream([add("c", n=2), add("d")]):  # those that have left do not count
+        pass
+
+
+@with_engine
 async def test_calls(client, engine):
     async def answer(error):
         call = await engine.hear()
@@ -305,13 +327,15 @@ def test_an_engine_that_comes_back(monkeypatch):
             async with client.stream([add("a")]) as stream:
                 assert isinstance(await engine.hear(), Start)
                 engine_id = (await engine.hear()).request_id
-                engine.say(outputs(delta(engine_id, "x"), num_prompt_tokens=7, num_accepted_tokens_per_pos=(2, 1)))
+                stats = {"num_prompt_tokens": 7, "num_accepted_tokens_per_pos": (2, 1), "num_snapshots": 3}
+                engine.say(outputs(delta(engine_id, "x"), **stats))
                 await stream.get()
                 if engine is first:
                     engine.die()
                     with pytest.raises(EngineDeadError):
                         await stream.get()
-        assert client.stats == EngineStats(num_prompt_tokens=14, num_accepted_tokens_per_pos=(4, 2))
+        sums = EngineStats(num_prompt_tokens=14, num_accepted_tokens_per_pos=(4, 2), num_snapshots=3)
+        assert client.stats == sums  # the dead engine's snapshots are gone with it
         task.cancel()
         await asyncio.wait({task})
 

@@ -35,7 +35,7 @@ class ScriptedClient(EngineClient):
     async def open(self, stream, requests):
         self._check_engine()
         (request,) = requests
-        self._streams[request.request_id] = stream
+        self._streams[request.request_id], self._num_unfinished[request.request_id] = stream, request.params.n
         self.player = asyncio.ensure_future(self._play(request.request_id))
 
     def abort(self, request_id):

@@ -51,6 +51,19 @@ def test_chunks_do_not_matter(text, options):
         assert collect(flat(stream([text[:cut], text[cut:]], **options))) == parsed, (text[:cut], text[cut:])
 
 
+@pytest.mark.parametrize("size", [1, 4, 99])
+def test_arguments_of_a_named_tool_are_cut_with_the_text(size):
+    """vLLM answers so, too; content could not be taken back from a stream that has begun a call."""
+    text = '  {"city": "Par'
+    machine = parser(tool_name="book")
+    deltas = flat(machine.push(text[at : at + size]) for at in range(0, len(text), size))
+    parsed = collect([*deltas, *machine.finish(is_whole=False)])
+    assert parsed.content is None
+    assert [(c.name, c.arguments) for c in parsed.tool_calls] == [("book", '{"city": "Par')]
+    before = parser(tool_name="book")
+    assert collect([*before.push("  "), *before.finish(is_whole=False)]) == out("  ")
+
+
 @pytest.mark.parametrize("name", ["thinks", "two calls and text", "several coder calls", "calls while thinking"])
 def test_nothing_of_a_tag_leaves(name):
     text, options, expected = CASES[name]

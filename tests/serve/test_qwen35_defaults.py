@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from dflash_jax.base.errors import ConfigError
 from dflash_jax.options.serve_args import ServeArgs
-from dflash_jax.serve.answers.server_state import sampling_defaults
+from dflash_jax.serve.answers.server_state import most_tokens, sampling_defaults
 from dflash_jax.serve.protocol import sampling_params
 from dflash_jax.text.renderer import Renderer
 from tests.pairs import write_byte_tokenizer
@@ -37,3 +38,26 @@ def test_sampling_defaults(tmp_path, flags, body, expected):
     defaults = sampling_defaults(Renderer(tmp_path).generation_config, ServeArgs(model=str(tmp_path), **flags))
     params = sampling_params(chat(**body), defaults, LIMITS)
     assert (params.temperature, params.top_p, params.top_k) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "default", "most"),
+    [
+        ({}, 9, None),
+        ({"generation_config": "vllm"}, None, None),
+        ({"override_generation_config": {"max_new_tokens": 7}}, 7, 7),
+        ({"generation_config": "vllm", "override_generation_config": {"max_new_tokens": 7}}, 7, 7),
+        ({"generation_config": "FOLDER"}, 9, 9),
+    ],
+)
+def test_the_most_tokens_of_an_answer_are_an_operators(flags, default, most):
+    """What an operator gives is a limit, as in vLLM; the model's own file has a default."""
+    args = ServeArgs(**flags)
+    defaults = sampling_defaults({"max_new_tokens": 9}, args)
+    assert (defaults.get("max_new_tokens"), most_tokens(defaults, args)) == (default, most)
+
+
+@pytest.mark.parametrize("value", [0, 2.5, True, "7"])
+def test_a_limit_of_tokens_must_be_one(value):
+    with pytest.raises(ConfigError, match=f"max_new_tokens={value!r} of the generation config must be a "):
+        sampling_defaults({}, ServeArgs(override_generation_config={"max_new_tokens": value}))

@@ -21,6 +21,10 @@ class TokenTexts:
     def __call__(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.decode_one(token_id)
 
+    def bytes_of(self, token_id: int) -> list[int]:
+        """The bytes of a token, which may be a part of a character, or those of what stands for it."""
+        return list(self(token_id).encode() if self._tokenizer is None else self._tokenizer.token_bytes(token_id))
+
 
 class TextOffsets:
     """Finds where tokens begin in a text, in characters; a token inside a character begins where the character does.
@@ -63,8 +67,8 @@ def chat_logprobs(scores: Sequence[Alternatives], number: int, texts: TokenTexts
     """The `logprobs` of a chat's choice, with the `number` likeliest alternatives of each token."""
 
     def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
-        token = texts(token_id)
-        return {"token": token, "logprob": max(logprob.logprob, LOWEST), "bytes": list(token.encode())}
+        score = max(logprob.logprob, LOWEST)
+        return {"token": texts(token_id), "logprob": score, "bytes": texts.bytes_of(token_id)}
 
     content = []
     for alternatives in scores:

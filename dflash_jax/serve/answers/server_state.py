@@ -31,6 +31,7 @@ class ServerState:
         client: the server's side of the engine process.
         metrics: of all requests.
         defaults: sampling defaults, for what a request leaves open.
+        most_tokens: most tokens of an answer, whatever a request asks for; None sets no limit.
         running: engine ids of the running requests, by each id that /abort_request may name.
         created: Unix time of the start, seconds.
     """
@@ -40,6 +41,7 @@ class ServerState:
     client: EngineClient
     metrics: Metrics
     defaults: dict[str, Any]
+    most_tokens: int | None = None
     running: dict[str, list[str]] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(RENDER_THREADS, "dflash-render"))
@@ -83,7 +85,7 @@ def sampling_defaults(generation_config: dict[str, Any], args: ServeArgs) -> dic
         args: options of the command line.
 
     Raises:
-        ConfigError: a value is not a number.
+        ConfigError: a value is not a number, or `max_new_tokens` no positive integer.
     """
     recommended = {} if args.generation_config == "vllm" else generation_config
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
@@ -92,4 +94,20 @@ def sampling_defaults(generation_config: dict[str, Any], args: ServeArgs) -> dic
     for name, value in defaults.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{name}={value!r} of the generation config must be a number.")
+    most = defaults.get("max_new_tokens")
+    if most is not None and (not isinstance(most, int) or most < 1):
+        raise ConfigError(f"max_new_tokens={most!r} of the generation config must be a positive integer.")
     return defaults
+
+
+def most_tokens(defaults: dict[str, Any], args: ServeArgs) -> int | None:
+    """The most tokens of any answer, which `max_new_tokens` is where an operator gives it, as in vLLM.
+
+    In the model's own `generation_config.json` it is a default.
+
+    Args:
+        defaults: what `sampling_defaults` returns.
+        args: options of the command line.
+    """
+    is_operators = args.generation_config not in ("auto", "vllm") or "max_new_tokens" in args.override_generation_config
+    return defaults.get("max_new_tokens") if is_operators else None

@@ -58,18 +58,20 @@ def openai_stream(
         with_reasoning: whether the usage at the end tells the tokens of reasoning.
     """
     buffers: dict[tuple[int, int], ChunkBuffer] = {}
-    with_cached = state.args.enable_prompt_tokens_details
+    with_cached, forced = state.args.enable_prompt_tokens_details, state.args.enable_force_include_usage
 
     def chunks(prompt: int, delta: RequestDelta) -> Iterator[dict[str, Any]]:
         for completion in delta.completions:
             key = prompt, completion.index
             held = buffers.setdefault(key, ChunkBuffer(state.args.stream_interval)).push(completion)
             for fields in () if held is None else render(prompt, held):
-                usage = {"usage": usage_of(job, with_cached=with_cached)} if body.continuous_usage_stats else {}
+                usage = (
+                    {"usage": usage_of(job, with_cached=with_cached)} if forced or body.continuous_usage_stats else {}
+                )
                 yield head | fields | usage
 
     def last() -> Iterator[dict[str, Any]]:
-        if body.include_usage or state.args.enable_force_include_usage:
+        if forced or body.include_usage:
             wants = {"with_reasoning": with_reasoning, "with_meta_info": body.return_meta_info}
             yield head | {"choices": []} | costs(state, job, **wants)
 

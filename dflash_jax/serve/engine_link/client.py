@@ -67,6 +67,7 @@ class EngineClient:
         self._start, self._restarts = start, restarts
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FromEngine)
         self._streams: dict[str, EngineStream] = {}  # by the ids of their running requests
+        self._num_unfinished: dict[str, int] = {}  # sequences of these requests
         self._calls: dict[int, asyncio.Future[str | None]] = {}
         self._num_calls, self._had_engine, self._is_stopped = 0, False, False
         self._earlier, self._latest = EngineStats(), EngineStats()  # sums of the dead engines; the running engine's
@@ -174,7 +175,7 @@ class EngineClient:
     def _fail_all(self, cause: str) -> None:
         """The engine is gone: end every stream and every call with this cause."""
         self.ready, self.cause = None, cause
-        self._earlier = replace(self.stats, num_running=0, num_waiting=0, kv_cache_usage=0.0)
+        self._earlier = replace(self.stats, num_running=0, num_waiting=0, kv_cache_usage=0.0, num_snapshots=0)
         self._latest = EngineStats()
         for request_id in list(self._streams):
             self._deliver(request_id, EngineDeadError(cause))
@@ -229,9 +230,10 @@ class EngineClient:
         if (error := await future) is not None:
             raise RequestError(f"{name}: {error}")
 
-    def _check_engine(self) -> None:
+    def _check_engine(self) -> Ready:
         if self.ready is None:
             raise EngineDeadError(self.cause)
+        return self.ready
 
     def _send(self, message: ToEngine) -> None:
         body = self._encoder.encode(message)
@@ -252,33 +254,57 @@ class EngineClient:
         if stream is None:
             return
         if isinstance(news, Exception) or news.finished:
-            del self._streams[request_id]
+            self._forget(request_id)
+        else:
+            self._num_unfinished[request_id] -= sum(part.finish_reason is not None for part in news.completions)
         stream.put(news)
+
+    def _forget(self, request_id: str) -> None:
+        del self._streams[request_id], self._num_unfinished[request_id]
 
     async def open(self, stream: EngineStream, requests: list[Add]) -> None:
         """Send the requests of a stream.
 
         Waits until the engine process has read most of what was sent before, and lets in one stream at a time: prompts
-        that the process has no time to read must not pile up in the socket's buffer.
+        that the process has no time to read must not pile up in the socket's buffer. A full queue is told here, since
+        the engine's thread reads what has come between two steps, which may take seconds.
 
         Raises:
             EngineDeadError: no engine serves.
+            QueueFullError: too many sequences wait already.
+            RequestError: the stream has more sequences than can ever wait.
         """
         self._check_engine()
         async with self._turn:
             with suppress(ConnectionError):  # of an engine that has died, as the check below tells
                 await self._connected().drain()
-            self._check_engine()
+            self._check_room(sum(request.params.n for request in requests))
             for request in requests:
                 self._streams[request.request_id] = stream
+                self._num_unfinished[request.request_id] = request.params.n
                 self._send(request)
+
+    def _check_room(self, count: int) -> None:
+        """Check that the engine can take so many sequences, all or none."""
+        ready = self._check_engine()
+        if ready.max_num_queued_seqs is None:
+            return
+        most, present = ready.max_num_seqs + ready.max_num_queued_seqs, sum(self._num_unfinished.values())
+        said = f"{ready.max_num_seqs} may run and {ready.max_num_queued_seqs} wait (--max-num-queued-reqs)"
+        if count > most:
+            raise RequestError(f"the request has {count} completions, and at most {said}; send it in parts.")
+        if present + count > most:
+            raise QueueFullError(
+                f"the queue is full: {present} sequences run or wait, {count} more have come, and at most {said}; "
+                "try again later."
+            )
 
     def close(self, stream: EngineStream) -> None:
         """Abort the running requests of a stream that is read no more."""
         for request_id in stream.unfinished:
             if request_id in self._streams:
                 self.abort(request_id)
-                del self._streams[request_id]
+                self._forget(request_id)
 
 
 def added(earlier: EngineStats, latest: EngineStats) -> EngineStats:

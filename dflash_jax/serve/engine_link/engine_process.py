@@ -24,6 +24,7 @@ import jax
 import msgspec
 
 from dflash_jax.base.errors import DFlashError, EngineDeadError, QueueFullError, RequestError
+from dflash_jax.base.logs import log_to_stderr
 from dflash_jax.base.values import TokensPrompt
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.host.request import Request
@@ -271,6 +272,7 @@ class EngineServer:
             self._refuse(request_id, news)
         elif (error := grammar_error(news)) is not None:
             self._refuse(request_id, error)
+            self._thread.abort(request_id)  # the request's other completions: nobody waits for them any more
         elif (delta := progress.delta(news)) is not None:
             self._deltas.append(delta)
 
@@ -313,7 +315,7 @@ def main(arguments: list[str]) -> int:
     if not isinstance(start, Start):
         return 1
     threading.Thread(target=end_with_server, args=[server_socket], daemon=True).start()
-    logging.basicConfig(level=start.log_level.upper(), format="%(levelname)s %(asctime)s %(name)s: %(message)s")
+    log_to_stderr(start.log_level)
     try:
         frontend, engine = load(start.model, start.draft_model, EngineArgs.of(start.args))
     except Exception as error:
@@ -334,6 +336,7 @@ def main(arguments: list[str]) -> int:
             num_speculative_tokens=config.num_speculative_tokens,
             kv_tokens=engine.layout.num_tokens,
             max_num_seqs=config.max_num_seqs,
+            max_num_queued_seqs=config.max_num_queued_seqs,
         )
     )
     server.serve()

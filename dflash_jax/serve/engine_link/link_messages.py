@@ -103,6 +103,7 @@ class Ready(Message):
         num_speculative_tokens: most drafts of a round; 0 without a drafter.
         kv_tokens: tokens that the KV cache has room for.
         max_num_seqs: most sequences that run side by side.
+        max_num_queued_seqs: most that wait beside them; None sets no limit.
     """
 
     max_model_len: int
@@ -110,6 +111,7 @@ class Ready(Message):
     num_speculative_tokens: int
     kv_tokens: int
     max_num_seqs: int
+    max_num_queued_seqs: int | None = None
 
 
 class CompletionDelta(msgspec.Struct, array_like=True):

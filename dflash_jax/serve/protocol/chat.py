@@ -157,8 +157,13 @@ class ChatCompletionRequest(SamplingBody, ConversationBody):
         return super().sampling_fields() | {"max_tokens": limit, "logprobs": logprobs}
 
     def demands(self) -> list[Demand]:
-        """Every field that constrains the text, a forced tool included."""
+        """Every field that constrains the text, or a forced tool alone: it overrides `response_format`, as in vLLM.
+
+        instructor's RESPONSES_TOOLS sends both.
+        """
         demands = super().demands()
+        if self.tool_choice == "required" or self._named_tool() is not None:
+            demands = [demand for demand in demands if demand.name != "response_format"]
         if self.tool_choice == "required":
             schema = required_schema(self.tools or (), parallel=self.parallel_tool_calls)
             demands.append(Demand("tool_choice", {"json": schema}))

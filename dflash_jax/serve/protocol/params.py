@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from dflash_jax.base.errors import RequestError
@@ -38,24 +39,30 @@ class Limits(Protocol):
 
 
 def sampling_params(
-    request: ChatCompletionRequest | CompletionRequest, defaults: Mapping[str, Any], limits: Limits
+    request: ChatCompletionRequest | CompletionRequest,
+    defaults: Mapping[str, Any],
+    limits: Limits,
+    most_tokens: int | None = None,
 ) -> SamplingParams:
     """The sampling parameters of a chat or a completion.
 
     Args:
         request: the body.
-        defaults: of the model's generation_config.json, for what the request leaves open; those not in `DEFAULTED` are
-            ignored.
+        defaults: of the generation config, for what the request leaves open; its `max_new_tokens` counts in chats,
+            since completions have OpenAI's default.
         limits: of the server.
+        most_tokens: of an answer, whatever is asked for; None sets no limit.
 
     Raises:
         APIError: 400; a value is outside its range or beyond a limit, or values exclude each other.
     """
-    return _params(request, {}, _names(request), defaults, limits)
+    params = _params(request, {}, _names(request), defaults, limits)
+    tokens = (defaults.get("max_new_tokens") if params.max_tokens is None else params.max_tokens, most_tokens)
+    return replace(params, max_tokens=min((count for count in tokens if count is not None), default=None))
 
 
 def generate_sampling_params(
-    request: GenerateRequest, defaults: Mapping[str, Any], limits: Limits
+    request: GenerateRequest, defaults: Mapping[str, Any], limits: Limits, most_tokens: int | None = None
 ) -> list[SamplingParams]:
     """The sampling parameters of each prompt of a `/generate`; see `sampling_params` for arguments and errors."""
     logprob_fields, names = request.logprob_fields(), _names(request)
@@ -63,6 +70,8 @@ def generate_sampling_params(
         _params(sampling, logprob_fields, _names(sampling) | names, defaults, limits)
         for sampling in request.sampling_params
     ]
+    if most_tokens is not None:
+        params = [replace(each, max_tokens=min(each.max_tokens or most_tokens, most_tokens)) for each in params]
     return params if len(params) > 1 else params * len(request.prompts)
 
 

@@ -71,12 +71,7 @@ class ResponsesChat(ChatCompletionRequest):
         return super().sampling_fields() | {"max_tokens": self.max_output_tokens}
 
     def demands(self) -> list[Demand]:
-        """As of a chat, with the format under its name here; where a tool is forced there is no text to have a format.
-
-        instructor's RESPONSES_TOOLS sends both.
-        """
-        if self.tool_choice not in ("auto", "none"):
-            return [demand for demand in super().demands() if demand.name != "response_format"]
+        """As of a chat, with the format under its name here."""
         names = {"response_format": "text.format"}
         return [Demand(names.get(demand.name, demand.name), demand.params) for demand in super().demands()]
 

@@ -101,6 +101,7 @@ class OutputParser:
         for name, parsers, what in ((reasoning, REASONING_PARSERS, "reasoning"), (tools, TOOL_PARSERS, "tool-call")):
             if name is not None and name not in parsers:
                 raise ConfigError(f"{what} parser {name!r} is unknown; choose one of {', '.join(parsers)}")
+        self._is_named = tool_name is not None
         self._forced = named(tool_name) if tool_name is not None else required if tool_choice == "required" else None
         self._readers: dict[str, Reader] = {}  # by opening tag
         if tools is not None and tool_choice == "auto" and tool_name is None:
@@ -118,7 +119,7 @@ class OutputParser:
 
     @property
     def has_tool_calls(self) -> bool:
-        """Whether a tool call is complete; the finish reason is then `tool_calls`."""
+        """Whether a tool call is complete, after which the model's end is `tool_calls`; one that was cut counts."""
         return self._calls.complete > 0
 
     def push(self, text: str) -> list[Delta]:
@@ -133,7 +134,8 @@ class OutputParser:
 
         Args:
             is_whole: whether the model has ended the text. In one that was cut, as by `max_tokens`, a call without its
-                closing tags may lack parameters, and comes back as text.
+                closing tags may lack parameters, and comes back as text; that of a tool that the request has named
+                is cut, as in vLLM.
         """
         if self._region is _Region.START:
             self._leave_start()
@@ -141,7 +143,7 @@ class OutputParser:
             self._reading = None
             if is_whole:
                 self._calls.end()
-            text = self._calls.give_back()
+            text = self._calls.cut() if self._is_named and not is_whole else self._calls.give_back()
         else:
             text, self._buffer = self._buffer, ""
         self._returned(text)
@@ -271,7 +273,7 @@ class _Calls:
     """The `CallWriter` of a parser: counts calls, and keeps the raw text of a call until it is complete.
 
     Attributes:
-        complete: number of complete calls.
+        complete: number of complete calls, and of one that was cut.
         raw: the characters since the opening tag, or since the last complete call.
     """
 
@@ -298,6 +300,14 @@ class _Calls:
         if self._named:
             self._emit(Delta(tool_call=ToolCallDelta(self._index, retracted=True)))
         return "".join(self.raw) if malformed or not self._safe else ""
+
+    def cut(self) -> str:
+        """The text was cut within the call, which stays as it is: the text to show if there is no call yet."""
+        if not self._named:
+            return self.give_back()
+        self.flush()
+        self.complete += 1
+        return ""
 
     def end(self) -> None:
         """The text has ended, as the model wanted: complete a call that only lacks closing tags."""

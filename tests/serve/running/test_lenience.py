@@ -74,16 +74,26 @@ def test_meta_info_of_a_chat_has_the_acceptance(live, stream):
     assert "meta_info" not in live.post("/v1/chat/completions", {"messages": HI, "max_tokens": 1})[1]
 
 
-def test_top_logprobs_of_a_prompt_by_generate(live):
-    """What lm-eval's sglang-generate reads."""
-    body = {"text": LICENCE, "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}
-    meta = live.post("/generate", body | {"sampling_params": {"max_new_tokens": 1, "temperature": 0}})[1]["meta_info"]
-    first, *tops = meta["input_top_logprobs"]
-    assert first is None
-    assert len(tops) == meta["prompt_tokens"] - 1
-    for (logprob, token, _), top in zip(meta["input_token_logprobs"][1:], tops, strict=True):
-        assert top[0][:2] == [logprob, token]
-        assert 2 <= len(top) <= 3
+@pytest.mark.parametrize("start", [0, 3])
+def test_top_logprobs_by_generate(live, start):
+    """What lm-eval's sglang-generate reads, which takes the first of them for the greedy token."""
+    body = {"text": f"{LICENCE} xylophone", "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": start}
+    sampling = {"sampling_params": {"max_new_tokens": 4, "temperature": 1, "sampling_seed": 5}}
+    meta = live.post("/generate", body | sampling)[1]["meta_info"]
+    assert len(meta["input_token_logprobs"]) == len(meta["input_top_logprobs"]) == meta["prompt_tokens"] - start
+    assert (meta["input_token_logprobs"][0][0], meta["input_top_logprobs"][0]) == (None, None)
+    inputs = zip(meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:], strict=True)
+    outputs = zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True)
+    is_greedy = []
+    for (logprob, token, _), top in [*inputs, *outputs]:
+        assert len(top) == 2
+        assert top[0][0] >= top[1][0]
+        assert logprob <= top[0][0]
+        is_greedy.append(token == top[0][1])
+    assert set(is_greedy) == {False, True}
+    without = live.post("/generate", body | sampling | {"top_logprobs_num": 0})[1]["meta_info"]
+    assert without["input_token_logprobs"] == meta["input_token_logprobs"]
+    assert not {"input_top_logprobs", "output_top_logprobs"} & without.keys()
 
 
 def test_slashes_at_the_end(live):

@@ -141,6 +141,14 @@ def test_logprobs_of_a_chat(client):
     assert [entry.top_logprobs for entry in plain.logprobs.content] == [[]] * 10
 
 
+def test_bytes_of_tokens_inside_characters(client):
+    outputs = {"structured_outputs": {"choice": ["日本語"]}}
+    choice = chat(client, logprobs=True, top_logprobs=1, extra_body=outputs).choices[0]
+    entries = choice.logprobs.content
+    assert len(entries) > 3
+    assert bytes(byte for entry in entries for byte in entry.bytes).decode() == choice.message.content == "日本語"
+
+
 def test_logprobs_of_a_completion(client):
     choice = complete(client, max_tokens=8, logprobs=3).choices[0]
     logprobs = choice.logprobs

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from dflash_jax.serve.answers.events import ChatEvent
 from dflash_jax.serve.answers.jobs import Job
 from dflash_jax.serve.engine_link.link_messages import CompletionDelta
@@ -64,10 +66,23 @@ def whole_message(head: Event, completion: CompletionDelta, event: ChatEvent, jo
     if text:
         content.append({"type": "text", "text": text})
     for call in parsed.tool_calls:
-        block = {"type": "tool_use", "id": _tool_id(call.id), "name": call.name, "input": json.loads(call.arguments)}
-        content.append(block)
+        content.append(
+            {"type": "tool_use", "id": _tool_id(call.id), "name": call.name, "input": _input(call.arguments)}
+        )
     stop = stop_of(completion, event.finish_reason, has_calls=bool(parsed.tool_calls))
     return head | {"content": content} | stop | {"usage": usage_of(job, job.num_cached_tokens)}
+
+
+def _input(arguments: str) -> msgspec.Raw:
+    """The arguments of a call as they are; none where `max_tokens` has cut them.
+
+    Their values could not be written again if there is half a surrogate pair or a number too large among them.
+    """
+    try:
+        json.loads(arguments)
+    except ValueError:
+        return msgspec.Raw(b"{}")
+    return msgspec.Raw(arguments.encode())
 
 
 class MessageStream:

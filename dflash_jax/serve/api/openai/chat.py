@@ -153,9 +153,7 @@ async def new_chat(
     """
     state.check_model(body.model)
     _check_tools(state, body)
-    params = sampling_params(body, state.defaults, state.args.limits)
-    if params.max_tokens is None and "max_new_tokens" in state.defaults:
-        params = replace(params, max_tokens=state.defaults["max_new_tokens"])
+    params = sampling_params(body, state.defaults, state.args.limits, state.most_tokens)
     text, token_ids = await state.render(lambda: _rendered(state, body))
     if params.structured_outputs is not None and state.args.reasoning_parser and body.separate_reasoning:
         tokenizer = state.renderer.need_tokenizer("a chat")

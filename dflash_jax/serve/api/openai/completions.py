@@ -105,7 +105,7 @@ def completions_router(state: ServerState) -> APIRouter:
 
 async def _completions(state: ServerState, body: CompletionRequest, request: Request) -> Completions:
     state.check_model(body.model)
-    params = sampling_params(body, state.defaults, state.args.limits)
+    params = sampling_params(body, state.defaults, state.args.limits, state.most_tokens)
     prompts = completion_prompts(body, state.args.limits)
     token_ids = await state.render(lambda: [_token_ids(state, body, prompt) for prompt in prompts])
     job = new_job(state, body, request, "cmpl-", token_ids, params)

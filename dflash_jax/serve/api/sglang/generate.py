@@ -23,12 +23,15 @@ from dflash_jax.serve.http.documented import errors, streamed
 from dflash_jax.serve.http.streaming import Events, EventStream, json_response, unless_left
 from dflash_jax.serve.protocol import GenerateRequest, completion_prompts, fit_prompt, generate_sampling_params
 
+TokenLogprob = tuple[float | None, int, str | None]  # log-probability, id and text of a token
+
 
 class Answer:
     """The answer, in SGLang's format, to one completion while it comes; each chunk repeats all that came before."""
 
-    def __init__(self, state: ServerState, job: Job, prompt: int, rid: str):
+    def __init__(self, state: ServerState, body: GenerateRequest, job: Job, prompt: int, rid: str):
         self._state, self._job, self._prompt, self._rid = state, job, prompt, rid
+        self._num_top, self._first_scored = body.top_logprobs_num, body.logprob_start_len
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
@@ -50,14 +53,28 @@ class Answer:
         if completion.logprobs is not None:
             self._logprobs += completion.logprobs
             meta["output_token_logprobs"] = [_chosen(alternatives) for alternatives in self._logprobs]
-            meta["output_top_logprobs"] = [_top(alternatives) for alternatives in self._logprobs]
+            if self._num_top:
+                meta["output_top_logprobs"] = [self._top(alternatives) for alternatives in self._logprobs]
         if self._prompt in self._job.prompt_logprobs:
-            first, *scores = self._job.prompts[self._prompt][0], *self._job.prompt_logprobs[self._prompt][1:]
-            scored = [alternatives for alternatives in scores if alternatives is not None]
-            meta["input_token_logprobs"] = [(None, first, None), *map(_chosen, scored)]
-            meta["input_top_logprobs"] = [None, *map(_top, scored)]
+            meta |= self._input_logprobs()
         meta |= sglang_speculation_of(self._rounds, self._state.ready.num_speculative_tokens)
         return {"text": self._text, "output_ids": self._token_ids, "meta_info": meta}
+
+    def _input_logprobs(self) -> dict[str, Any]:
+        """Of the prompt's tokens from `logprob_start_len` on; the first of them has none, as in SGLang."""
+        token_ids, scores = self._job.prompts[self._prompt], self._job.prompt_logprobs[self._prompt]
+        start = self._first_scored
+        scored = [alternatives for alternatives in scores[start + 1 :] if alternatives is not None]
+        unscored = [(None, token_id, None) for token_id in token_ids[start : start + 1]]
+        meta = {"input_token_logprobs": [*unscored, *map(_chosen, scored)]}
+        if not self._num_top:
+            return meta
+        return meta | {"input_top_logprobs": [*(None for _ in unscored), *map(self._top, scored)]}
+
+    def _top(self, alternatives: dict[int, Logprob]) -> list[TokenLogprob]:
+        """The likeliest tokens, the best first; the token itself is among them only if it is one of them."""
+        by_rank = sorted(alternatives.items(), key=lambda item: item[1].rank)
+        return [_triple(*item) for item in by_rank[: self._num_top]]
 
     def _finish_reason(self, completion: CompletionDelta) -> dict[str, Any] | None:
         if completion.finish_reason is None:
@@ -85,7 +102,7 @@ def generate_router(state: ServerState) -> APIRouter:
 
 
 async def _job(state: ServerState, body: GenerateRequest) -> tuple[Job, list[str]]:
-    params_of_prompts = generate_sampling_params(body, state.defaults, state.args.limits)
+    params_of_prompts = generate_sampling_params(body, state.defaults, state.args.limits, state.most_tokens)
     prompts = completion_prompts(body, state.args.limits)
     token_ids = await state.render(
         lambda: [p if isinstance(p, list) else encode(state, p, "a text prompt") for p in prompts]
@@ -110,7 +127,7 @@ async def _answer(state: ServerState, body: GenerateRequest, job: Job, rids: lis
     async with aclosing(follow(state, job)) as deltas:
         async for prompt, delta in without_keepalives(deltas):
             for completion in delta.completions:
-                answer = Answer(state, job, prompt, rids[prompt])
+                answer = Answer(state, body, job, prompt, rids[prompt])
                 answers[prompt, completion.index] = answer.take(completion, delta)
     listed = [answers[key] for key in sorted(answers)]
     return json_response(listed[0] if _is_single(body, job) else listed)
@@ -123,7 +140,7 @@ def _stream(state: ServerState, body: GenerateRequest, job: Job, rids: list[str]
         before = sum(params.n for params in job.params[:prompt])
         for completion in delta.completions:
             index = before + completion.index
-            answer = answers.setdefault(index, Answer(state, job, prompt, rids[prompt]))
+            answer = answers.setdefault(index, Answer(state, body, job, prompt, rids[prompt]))
             yield answer.take(completion, delta) | ({} if _is_single(body, job) else {"index": index})
 
     return stream(state, job, render)
@@ -134,11 +151,10 @@ def _is_single(body: GenerateRequest, job: Job) -> bool:
     return not body.is_batch and job.num_completions == 1
 
 
-def _chosen(alternatives: dict[int, Logprob]) -> tuple[float, int, str | None]:
-    """(logprob, id, text) of the token itself, which is the first of its alternatives."""
-    return _top(alternatives)[0]
+def _chosen(alternatives: dict[int, Logprob]) -> TokenLogprob:
+    """The token itself, which is the first of its alternatives."""
+    return _triple(*next(iter(alternatives.items())))
 
 
-def _top(alternatives: dict[int, Logprob]) -> list[tuple[float, int, str | None]]:
-    """(logprob, id, text) of each alternative of a token, the token itself first."""
-    return [(max(score.logprob, LOWEST), token_id, score.decoded_token) for token_id, score in alternatives.items()]
+def _triple(token_id: int, score: Logprob) -> TokenLogprob:
+    return max(score.logprob, LOWEST), token_id, score.decoded_token
