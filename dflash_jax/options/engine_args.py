@@ -185,8 +185,8 @@ class EngineArgs:
     compile_at_start: bool | None = option(
         False,
         Switch(or_none=True),
-        "compile every program before the first request, not when it is first needed; none does so on accelerators, "
-        "where compiled programs are kept over restarts, and on CPUs compiles only what one request needs",
+        "compile every program before the first request; off compiles each when it is first needed; none, the default "
+        "of servers, compiles every program on accelerators, and on CPUs what one request needs",
         server_group=ENGINE,
     )
     seed: int | None = option(

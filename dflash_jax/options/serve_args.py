@@ -295,7 +295,11 @@ class ServeArgs:
         server_group=ANSWERS,
     )
     enable_auto_tool_choice: bool = option(
-        False, Switch(), "let the model choose to call tools, as it may wherever calls are read", server_group=ANSWERS
+        False,
+        Switch(),
+        "accepted for vLLM's command lines, without effect: the model may choose to call tools wherever a parser reads "
+        "calls; --tool-call-parser none turns that off",
+        server_group=ANSWERS,
     )
     stream_interval: int = option(
         1, COUNT, "least tokens of a chunk of a stream, except for the last", unit="TOKENS", server_group=ANSWERS
