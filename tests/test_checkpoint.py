@@ -1,6 +1,7 @@
 """Checkpoint folders: every dtype, sharded files, scales, and one clear sentence for everything damaged."""
 
 import json
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -14,6 +15,7 @@ from dflash_jax.spec import draft_config, target_config
 from dflash_jax.text.tokenizer import Tokenizer
 from dflash_jax.weights.export import dense_params
 from dflash_jax.weights.folder import resolve_folder
+from dflash_jax.weights.layouts import row_scales
 from dflash_jax.weights.loader import load_params
 from dflash_jax.weights.parameters import checkpoint_tensors, parameters_of
 from dflash_jax.weights.safetensors import list_tensors
@@ -91,6 +93,18 @@ def test_fp8_with_scales(tmp_path, kind):
     found = at(dense_params(config, load_params(tmp_path, config, jnp.float32)), UP, config)
     np.testing.assert_allclose(found, stored.astype(np.float32) * spread, rtol=1e-6)
     np.testing.assert_allclose(found, weight, atol=0.1)
+
+
+def test_blocks_are_the_usual_ones_where_the_configuration_says_nothing_of_them():
+    """A folder of int4 experts beside Qwen's own fp8 matrices has the configuration of the experts alone."""
+    scale = np.float32([[1, 2], [3, 4]])
+    info = SimpleNamespace(file="a", name=f"{UP}_scale_inv", shape=scale.shape)
+    scales, group = row_scales(scale, (200, 160), None, info)
+    np.testing.assert_array_equal(scales, np.repeat(scale, 128, axis=0)[:200])
+    assert group == 128
+    info.name = f"{UP}_scale"
+    with pytest.raises(CheckpointError, match=r"fits neither the whole, nor the rows, nor the blocks None of"):
+        row_scales(scale, (200, 160), None, info)
 
 
 @pytest.mark.parametrize("name", [UP, "model.norm.weight"])

@@ -25,6 +25,7 @@ E4M3 = np.dtype(jnp.float8_e4m3fn)
 INT32 = np.dtype(np.int32)
 ROUNDED_GROUP = 128  # inputs that share a scale where matrices are quantised at load
 MIDDLE = 8  # the zero point of symmetric 4-bit numbers
+USUAL_BLOCK = (128, 128)  # rows and columns that share a scale in DeepSeek's and Qwen's files
 SCALE_SUFFIXES = ("_scale", "_scale_inv")  # the second is DeepSeek's and Qwen's name of a factor, not of its inverse
 
 Shapes = dict[str, tuple[int, ...]]
@@ -166,12 +167,13 @@ def compressed(tensors: Mapping[str, TensorInfo], shape: tuple[int, int], config
 
 def fp8(weight: TensorInfo, scale: TensorInfo, shape: tuple[int, int], block: tuple[int, int] | None) -> Stored:
     """A matrix in e4m3 with scales."""
+    misfit = _misfit(scale, shape, block)
 
     def load() -> Matrix:
         scales, group = row_scales(scale.load(), shape, block, scale)
         return _evened(Matrix(weight.load(), scales, None, None), group)
 
-    return Stored({"weight": weight, "scale": scale}, shape, (), load)
+    return Stored({"weight": weight, "scale": scale}, shape, (misfit,) if misfit else (), load)
 
 
 def rounded(weight: Float[np.ndarray, "O I"]) -> Matrix:
@@ -223,15 +225,31 @@ def row_scales(
         CheckpointError: they fit neither.
     """
     rows, inputs = shape[0], math.prod(shape[1:])
+    if misfit := _misfit(info, shape, block):
+        raise CheckpointError(f"{misfit}.")
     if scale.size == 1:
         return np.broadcast_to(scale.reshape(1, 1), (rows, 1)), inputs
     if scale.size == rows and scale.shape[0] == rows:
         return scale.reshape(rows, 1), inputs
-    if block is not None and len(shape) == 2 and scale.shape == (-(-rows // block[0]), -(-inputs // block[1])):
-        return np.repeat(scale, block[0], axis=0)[:rows], min(block[1], inputs)
-    raise CheckpointError(
-        f"{info.file}: tensor {info.name!r} of shape {list(scale.shape)} fits neither the whole, nor the rows, nor the "
-        f"blocks {block} of the weight {list(shape)}; check weight_block_size in config.json."
+    block = block or USUAL_BLOCK
+    return np.repeat(scale, block[0], axis=0)[:rows], min(block[1], inputs)
+
+
+def _misfit(scale: TensorInfo, shape: tuple[int, ...], block: tuple[int, int] | None) -> str | None:
+    """Why scales are neither those of the whole, nor of rows, nor of blocks; None if they are.
+
+    Blocks are DeepSeek's where the configuration has none: that of a model in int4 says nothing of matrices in fp8.
+    """
+    rows, inputs = shape[0], math.prod(shape[1:])
+    is_of_rows = math.prod(scale.shape) == 1 or (math.prod(scale.shape) == rows and scale.shape[0] == rows)
+    sides = block or (USUAL_BLOCK if scale.name.endswith("_scale_inv") else None)
+    blocks = None if sides is None or len(shape) != 2 else (-(-rows // sides[0]), -(-inputs // sides[1]))
+    if is_of_rows or scale.shape == blocks:
+        return None
+    return _problem(
+        scale,
+        f"of shape {list(scale.shape)} fits neither the whole, nor the rows, nor the blocks {sides} of the weight "
+        f"{list(shape)}; check weight_block_size in config.json",
     )
 
 
