@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     options.check(args)
     if not args.no_plots and find_spec("matplotlib") is None:
         raise ConfigError(
-            "plots need matplotlib, which is not installed; run pip install 'dflash-jax[eval]', or add --no-plots."
+            "plots need matplotlib, which is not installed; run pip install matplotlib, or add --no-plots."
         )
     folder, draft_folder = find_models(args)
     if draft_folder is None:

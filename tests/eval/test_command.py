@@ -121,7 +121,7 @@ def test_without_plots_matplotlib_is_not_asked_for(result, tmp_path, monkeypatch
     monkeypatch.setattr("dflash_jax.eval.command.find_spec", lambda _: None)
     absent = ["acceptance", "--dataset", "absent", "--output", str(tmp_path), *PAIR]
     assert main(absent) == 2
-    assert "or add --no-plots." in capsys.readouterr().err
+    assert "run pip install matplotlib, or add --no-plots." in capsys.readouterr().err
     assert main([*absent, "--no-plots"]) == 2
     assert "absent is neither" in capsys.readouterr().err
 
