@@ -1,10 +1,13 @@
 """Options of a run: flags before presets, presets before defaults, each of its own type."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from dflash_jax import ConfigError
+from dflash_jax import train as room
+from dflash_jax.train import __main__ as command_line
 from dflash_jax.train.command import parse
 
 
@@ -47,3 +50,21 @@ def test_values_of_a_preset_have_the_types_of_their_options(tmp_path):
 @pytest.mark.parametrize("path", sorted(Path("configs/train").glob("*.yaml")), ids=lambda path: path.stem)
 def test_presets_are_valid(path):
     assert parse(["--config", str(path), "--target", "T", "--data", "D", "--out", "O"])
+
+
+@pytest.mark.parametrize(("module", "package"), [("optax", "optax"), ("orbax.checkpoint", "orbax-checkpoint")])
+def test_a_package_of_training_that_is_not_installed_is_named(monkeypatch, capsys, module, package):
+    for name in ("command", "loop", "checkpoints"):  # what imports such packages
+        monkeypatch.delitem(sys.modules, f"{room.__name__}.{name}")
+    monkeypatch.delattr(room, "command")
+    monkeypatch.setitem(sys.modules, module, None)
+    assert command_line.main(["--help"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: training needs the package {package}, which is not installed; run pip install '.[train]' in the "
+        "checkout.\n"
+    )
+
+
+def test_a_wrong_option_is_told_in_a_sentence(capsys):
+    assert command_line.main(["--target", "T", "--data", "D"]) == 2
+    assert capsys.readouterr().err.endswith("error: --out is missing; give it as a flag or in the preset.\n")
