@@ -390,7 +390,7 @@ def main(arguments: list[str] | None = None) -> int:
         steps = list(steps_of(args, device))
     except DFlashError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     rows = [row_of(step, explanation) for step in steps for explanation in explain(*device, step.calls())]
     print(f"On {device}:\n\n{table(rows)}")
     return 0

@@ -224,10 +224,10 @@ def test_without_options_it_speaks_of_the_embedded_pair_and_this_device(capsys):
     ],
 )
 def test_mistakes_are_told_in_a_sentence(capsys, options, message):
-    assert explain.main(options) == 1
+    assert explain.main(options) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_drafter_is_needed_to_quantise_one(models, capsys):
-    assert explain.main([*models[:2], "--draft-quantization", "fp8"]) == 1
+    assert explain.main([*models[:2], "--draft-quantization", "fp8"]) == 2
     assert "needs a drafter" in capsys.readouterr().err

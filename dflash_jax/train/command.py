@@ -84,10 +84,10 @@ def _typed(name: str, value: Any) -> Any:
 
 
 def main(arguments: list[str] | None = None, *, began: float | None = None) -> int:
-    """Run the command; returns its exit status: 0, 1 after an error. `began` is that of `train`."""
+    """Run the command; returns its exit status: 0, 2 after an error. `began` is that of `train`."""
     try:
         print(train(parse(arguments), began=began))
     except DFlashError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
