@@ -202,7 +202,7 @@ def test_default_taps_are_counted_by_what_fc_takes():
     raw = without(draft(dflash_config={"target_layer_ids": None}), "num_target_layers")
     for features, ids in ((1, (4,)), (2, (1, 5)), (3, (1, 3, 5))):
         assert draft_config(raw, num_target_layers=8, fc_inputs=32 * features).target_layer_ids == ids
-    with pytest.raises(ConfigError, match=r"set dflash_config\.target_layer_ids"):
+    with pytest.raises(ConfigError, match=r"capture layers are unknown: set dflash_config\.target_layer_ids"):
         draft_config(raw, num_target_layers=8)
     with pytest.raises(ConfigError, match=r"set dflash_config\.target_layer_ids"):
         draft_config(raw, fc_inputs=64)
@@ -211,7 +211,7 @@ def test_default_taps_are_counted_by_what_fc_takes():
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        (96, ["target_layer_ids names 2 tap layers", "the features of 3"]),
+        (96, ["target_layer_ids names 2 capture layers", "the features of 3"]),
         (65, ["takes 65 inputs", "target_hidden_size=32"]),
         (0, ["takes 0 inputs"]),
     ],
@@ -231,7 +231,7 @@ def test_shifted_tap_ids_mean_the_same(name):
 
 
 def test_contradicting_tap_ids():
-    with pytest.raises(ConfigError, match=r"\[1, 3\].*\[1, 2\]"):
+    with pytest.raises(ConfigError, match=r"the capture layers contradict.*\[1, 3\].*\[1, 2\]"):
         draft_config(draft() | {"eagle_aux_hidden_state_layer_ids": [2, 3]})
 
 

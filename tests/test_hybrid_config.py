@@ -311,7 +311,7 @@ def test_the_drafter_of_a_folder_is_compared_with_its_weights(tmp_path):
         return read_draft_config(tmp_path, target)
 
     assert read(target_layer_ids=None).target_layer_ids == (1, 2, 4, 5)
-    with pytest.raises(ConfigError, match="names 3 tap layers, but the weight fc takes the features of 4"):
+    with pytest.raises(ConfigError, match="names 3 capture layers, but the weight fc takes the features of 4"):
         read(target_layer_ids=[1, 3, 4])
     (tmp_path / "model.safetensors").unlink()
     assert read(target_layer_ids=[1, 3, 4]).target_layer_ids == (1, 3, 4)

@@ -114,7 +114,7 @@ def check_draft_fits(target: TargetConfig, draft: DraftConfig, where: str) -> No
             draft.mask_token_id < target.vocab_size,
             f"mask_token_id={draft.mask_token_id} but the target has {target.vocab_size} tokens",
         ),
-        (not beyond, f"tap layers {beyond} but the target has layers 0 to {target.num_hidden_layers - 1}"),
+        (not beyond, f"capture layers {beyond} but the target has layers 0 to {target.num_hidden_layers - 1}"),
     ]
     for fits, problem in checks:
         if not fits:
@@ -171,7 +171,7 @@ def _tap_ids(fields: Fields, dflash: Fields, num_taps: int | None, num_target_la
         by_field.setdefault(name, tuple(i - shift for i in ids))
     if len(set(by_field.values())) > 1:
         raise fields.error(
-            "the tap layers contradict each other: "
+            "the capture layers contradict each other: "
             + ", ".join(f"{name} means layers {list(ids)}" for name, ids in by_field.items())
             + "; keep one of them."
         )
@@ -179,12 +179,12 @@ def _tap_ids(fields: Fields, dflash: Fields, num_taps: int | None, num_target_la
         name, taps = next(iter(by_field.items()))
         if num_taps not in (None, len(taps)):
             raise fields.error(
-                f"{name} names {len(taps)} tap layers, but the weight fc takes the features of {num_taps}; check that "
-                "config.json and the weights belong together."
+                f"{name} names {len(taps)} capture layers, but the weight fc takes the features of {num_taps}; check "
+                "that config.json and the weights belong together."
             )
         return taps
     if num_taps is None or fields.get("num_target_layers", num_target_layers) is None:
-        raise fields.error("the tap layers are unknown: set dflash_config.target_layer_ids.")
+        raise fields.error("the capture layers are unknown: set dflash_config.target_layer_ids.")
     return default_target_layer_ids(fields.positive_int("num_target_layers", num_target_layers), num_taps)
 
 
