@@ -224,6 +224,17 @@ def test_taps_that_fc_contradicts(inputs, words):
         assert word in str(error.value)
 
 
+def test_models_in_each_others_place_are_named():
+    with pytest.raises(ConfigError) as error:
+        target_config(DRAFT, "some/config.json")
+    advice = "give its folder as --draft-model and the target's as --model."
+    assert str(error.value) == f"some/config.json: 'DFlashDraftModel' is a drafter, not a target; {advice}"
+    with pytest.raises(ConfigError) as error:
+        draft_config(TARGET, "some/config.json")
+    advice = "give a drafter's folder as --draft-model."
+    assert str(error.value) == f"some/config.json: 'Qwen3ForCausalLM' is a target, not a DFlash drafter; {advice}"
+
+
 @pytest.mark.parametrize("name", ["aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"])
 def test_shifted_tap_ids_mean_the_same(name):
     shifted = draft(dflash_config={"target_layer_ids": None}) | {name: [2, 4]}

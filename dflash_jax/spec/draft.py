@@ -9,9 +9,8 @@ from dflash_jax.base.errors import ConfigError
 from dflash_jax.base.values import is_int
 from dflash_jax.spec.fields import Fields
 from dflash_jax.spec.model import DraftConfig, LayerSpec, TargetConfig
-from dflash_jax.spec.target import decoder_fields, layer_windows, weight_block_size
-
-ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
+from dflash_jax.spec.target import ARCHITECTURES as TARGETS
+from dflash_jax.spec.target import DRAFTERS, decoder_fields, layer_windows, weight_block_size
 
 # Fields of other drafter families that change the computation, with the value that changes nothing: refused if set to
 # another one, never ignored.
@@ -56,7 +55,8 @@ def draft_config(
     Source: arXiv 2602.06036; vLLM PR #40898 for the speculators fields and #40727 for their layer ids.
     """
     fields = Fields(_from_speculators(raw, where), where)
-    fields.architecture(ARCHITECTURES)
+    advice = "is a target, not a DFlash drafter; give a drafter's folder as --draft-model."
+    fields.architecture(DRAFTERS, TARGETS, advice)
     dflash = fields.sub("dflash_config")
     for name, neutral in UNSUPPORTED_FIELDS.items():
         for source in (fields, dflash):

@@ -76,8 +76,13 @@ class Fields:
             raise self.error(f"layer type {unknown[0]!r} is not supported; supported are {', '.join(known)}.")
         return list(types)
 
-    def architecture(self, known: tuple[str, ...]) -> str:
+    def architecture(self, known: tuple[str, ...], mistaken: tuple[str, ...] = (), advice: str = "") -> str:
         """The first of the file's architectures that is known.
+
+        Args:
+            known: architectures of this kind of model.
+            mistaken: architectures of another kind, whose folder users may give in its place.
+            advice: what to say of these after their name.
 
         Raises:
             ConfigError: none is known.
@@ -90,6 +95,8 @@ class Fields:
         for name in names:
             if name in known:
                 return name
+        if names[0] in mistaken:
+            raise self.error(f"{names[0]!r} {advice}")
         raise self.error(f"architecture {names[0]!r} is not supported here; supported are {', '.join(known)}.")
 
     def sub(self, name: str) -> Fields:

@@ -12,6 +12,7 @@ from dflash_jax.spec.model import LayerSpec, RopeConfig, TargetConfig
 from dflash_jax.spec.quantization import block_structure, quantization
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM", *hybrid.ARCHITECTURES)
+DRAFTERS = ("DFlashDraftModel", "DFlashSpeculator")
 DEFAULT_WINDOW = 4096  # tokens: Qwen3's default of sliding_window, where use_sliding_window is set
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
@@ -27,7 +28,8 @@ def target_config(raw: Mapping[str, Any], where: str = "config.json") -> TargetC
         ConfigError: unknown architecture, missing field or impossible value.
     """
     fields = Fields(raw, where)
-    architecture = fields.architecture(ARCHITECTURES)
+    advice = "is a drafter, not a target; give its folder as --draft-model and the target's as --model."
+    architecture = fields.architecture(ARCHITECTURES, DRAFTERS, advice)
     if architecture in hybrid.ARCHITECTURES:
         return _hybrid_config(hybrid.text_fields(fields), architecture)
     qwen3 = architecture != "LlamaForCausalLM"
