@@ -185,6 +185,8 @@ def _sources(name: str, path: Path) -> list[SourceFile] | None:
         if path.name.endswith((".tar", ".tar.gz", ".tgz", ".tar.xz")):
             return _some(name, list(read_archive(path)))
         return read_documents(path)
+    except ConfigError:  # a ValueError, too
+        raise
     except (OSError, EOFError, lzma.LZMAError, tarfile.TarError, ValueError) as error:
         raise ConfigError(f"--dataset {name} cannot be read ({error}); check the file.") from error
 

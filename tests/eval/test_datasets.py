@@ -157,7 +157,7 @@ def test_a_bad_file_is_named(tmp_path, tokenizer, name, content, message):
 
 
 def test_a_folder_without_python(tmp_path, tokenizer):
-    with pytest.raises(ConfigError, match=r"holds no \.py file"):
+    with pytest.raises(ConfigError, match=r"^--dataset \S+ holds no \.py file; give one that does\.$"):
         load(str(tmp_path), ALL, tokenizer)
 
 
