@@ -81,7 +81,7 @@ class Number:
             value = math.nan
         if self._is_inside(value):
             return value
-        raise argparse.ArgumentTypeError(f"{text!r} must be {self}" + (" or none" if self.or_none else ""))
+        raise argparse.ArgumentTypeError(f"{text!r} must be {self._readable()}")
 
     def _is_inside(self, value: Any) -> bool:
         """Whether a number is within the limits; NaN never is. Integers too large for a float are compared exactly."""
@@ -95,6 +95,10 @@ class Number:
         low = None if self.low is None else f"{'above' if self.is_open else 'at least'} {self.low}"
         high = None if self.high is None else f"at most {self.high}"
         return " and ".join(filter(None, [low, high])) or "finite"
+
+    def _readable(self) -> str:
+        """What the text of a strict flag may be."""
+        return f"{self} or none" if self.or_none else str(self)
 
     def __str__(self) -> str:
         noun, bounds = "an integer" if self.is_whole else "a number", self._bounds()
@@ -114,6 +118,10 @@ class Bytes(Number):
             return super().__call__(text)
         base = 1024 if match[3] else 1000
         return super().__call__(str(int(Decimal(match[1]) * base ** (1 + "KMGT".index(match[2].upper())))))
+
+    def _readable(self) -> str:
+        none = ", or none" if self.or_none else ""
+        return f"a size such as 23.0GiB, 24GB or a number of bytes of {self._bounds()}{none}"
 
 
 def plain_text(text: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.options import EngineArgs
 from dflash_jax.options.flags import HelpFormatter, add_options
-from dflash_jax.options.kinds import Choice, Number, Switch, Text
+from dflash_jax.options.kinds import Bytes, Choice, Number, Switch, Text
 from dflash_jax.options.option import check_options, documented, near_name, option, options_of
 from dflash_jax.options.serve_args import PARTS, REASONING_PARSERS, TOOL_PARSERS
 from dflash_jax.text import parsing
@@ -58,6 +58,17 @@ def test_refused_values(values, sentence):
     with pytest.raises(ConfigError) as error:
         check_options(Sample(**values))
     assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize(("or_none", "end"), [(True, ", or none"), (False, "")])
+def test_what_is_no_size_is_told_the_units(or_none, end):
+    read = Bytes(1, or_none=or_none)
+    assert [read("23.0GiB"), read("24GB"), read("1k")] == [23 << 30, 24 * 10**9, 1000]
+    with pytest.raises(argparse.ArgumentTypeError) as error:
+        read("23GiBB")
+    assert str(error.value) == (
+        f"'23GiBB' must be a size such as 23.0GiB, 24GB or a number of bytes of at least 1{end}"
+    )
 
 
 def test_flags_are_named_in_refusals_of_commands():
