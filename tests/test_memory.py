@@ -212,14 +212,22 @@ def test_what_a_step_takes():
 
 def test_no_room_is_no_negative_number(monkeypatch):
     device_with(monkeypatch, limit=20 * GIB, in_use=18 * GIB)
-    with pytest.raises(ConfigError, match=r"^0\.0 MiB .* 0 tokens.*max_model_len=40960.*max_num_batched_tokens"):
+    with pytest.raises(ConfigError, match=r"^0 bytes for .* 0 tokens.*max_model_len=40960.*max_num_batched_tokens"):
         plan_layout(*PAIR, options(PAIR))
 
 
 def test_little_room_is_told_in_a_unit_that_shows_it():
     hybrid = configs_of("qwen3.5-0.8b", None)
-    with pytest.raises(ConfigError, match=r"^60\.0 MiB for keys, values and recurrent states hold 0 tokens"):
+    with pytest.raises(ConfigError, match=r"^kv_cache_memory_bytes=62914560 \(60\.0 MiB\) holds 0 tokens") as error:
         plan_layout(*hybrid, options(hybrid, kv_cache_memory_bytes=60 << 20))
+    assert str(error.value).endswith("; lower max_model_len or max_num_seqs, or raise kv_cache_memory_bytes.")
+
+
+def test_bytes_of_the_cache_that_are_too_few_are_named_with_what_would_help():
+    alone = (SMALL[0], None)
+    few = r"^kv_cache_memory_bytes=1000 holds 0 tokens, and one sequence of max_model_len=100 needs 128"
+    with pytest.raises(ConfigError, match=rf"{few}; lower max_model_len or raise kv_cache_memory_bytes\.$"):
+        plan_layout(*alone, options(alone, kv_cache_memory_bytes=1000, max_model_len=100))
 
 
 # --- when it runs out
@@ -314,11 +322,11 @@ def test_what_is_given_is_not_lowered():
 
 
 def test_a_bound_that_holds_too_little_names_the_parts():
-    with pytest.raises(
-        ConfigError, match=r"gpu_memory_bytes=20\.00 GiB less parameters 17\.31.* CUDA .*states of"
-    ) as error:
+    parts = r"gpu_memory_bytes=20\.00 GiB less parameters 17\.31 GiB.* CUDA .*states of"
+    with pytest.raises(ConfigError, match=rf"{parts}.* raise gpu_memory_bytes"):
         bounded(gpu_memory_bytes=20 * GIB, kv_cache_dtype="fp8", max_model_len=96_000)
-    assert "raise gpu_memory_bytes" in str(error.value)
+    with pytest.raises(ConfigError, match=r"\(gpu_memory_bytes=1000 bytes less parameters 17\.31 GiB, "):
+        bounded(gpu_memory_bytes=1000, kv_cache_dtype="fp8", max_model_len=96_000)
 
 
 def test_a_bound_is_that_of_each_device(monkeypatch):

@@ -127,15 +127,7 @@ def plan_layout(target: TargetConfig, draft: DraftConfig | None, config: EngineC
     size, block = config.page_size, config.num_speculative_tokens + 1
     division = divide(target, draft, config, parameters)
     if not division.fits:
-        limit = "gpu_memory_utilization" if config.gpu_memory_bytes is None else "gpu_memory_bytes"
-        taken = "" if config.gpu_memory_bytes is None else f" ({_what_is_taken(target, draft, config, parameters)})"
-        held = "keys, values and recurrent states" if target.recurrent_layers else "keys and values"
-        raise ConfigError(
-            f"{_in_words(division.budget)} for {held}{taken} hold {max(division.full_pages, 0) * size} "
-            f"tokens, and one sequence of max_model_len={config.max_model_len} needs {division.width * size}; lower "
-            f"max_model_len, max_num_seqs or max_num_batched_tokens, or raise {limit}, kv_cache_memory_bytes or "
-            "tensor_parallel_size."
-        )
+        raise _too_little(target, draft, config, division, parameters)
     pages = PageGroup(division.full_pages, size), PageGroup(division.sliding_pages, size, division.window)
     if not target.recurrent_layers:
         return Layout(size, block, division.width, pages)
@@ -143,8 +135,36 @@ def plan_layout(target: TargetConfig, draft: DraftConfig | None, config: EngineC
     return Layout(size, block, division.width, groups, snapshots=STATES)
 
 
+def _too_little(
+    target: TargetConfig, draft: DraftConfig | None, config: EngineConfig, division: Division, parameters: int
+) -> ConfigError:
+    """The refusal of memory that does not hold one sequence; it names the options that would change that."""
+    tokens = max(division.full_pages, 0) * config.page_size
+    needed = (
+        f"{tokens} tokens, and one sequence of max_model_len={config.max_model_len} needs "
+        f"{division.width * config.page_size}"
+    )
+    if config.kv_cache_memory_bytes is not None:
+        size = config.kv_cache_memory_bytes
+        words = f" ({_in_words(size)})" if size >= 2**20 else ""
+        has_slots = target.recurrent_layers or division.window is not None  # of which each takes some of it
+        lower = "max_model_len or max_num_seqs," if has_slots else "max_model_len"
+        return ConfigError(
+            f"kv_cache_memory_bytes={size}{words} holds {needed}; lower {lower} or raise kv_cache_memory_bytes."
+        )
+    limit = "gpu_memory_utilization" if config.gpu_memory_bytes is None else "gpu_memory_bytes"
+    taken = "" if config.gpu_memory_bytes is None else f" ({_what_is_taken(target, draft, config, parameters)})"
+    kept = "keys, values and recurrent states" if target.recurrent_layers else "keys and values"
+    return ConfigError(
+        f"{_in_words(division.budget)} for {kept}{taken} hold {needed}; lower max_model_len, max_num_seqs or "
+        f"max_num_batched_tokens, or raise {limit}, kv_cache_memory_bytes or tensor_parallel_size."
+    )
+
+
 def _in_words(size: int) -> str:
     """A number of bytes, with a unit in which it is not 0.00."""
+    if size < 2**20:
+        return f"{size} bytes"
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"
 
 
@@ -158,8 +178,8 @@ def _what_is_taken(target: TargetConfig, draft: DraftConfig | None, config: Engi
         "CUDA and gaps between arrays": OUTSIDE_BYTES + GAPS_BYTES,
         f"and within them the states of {config.max_num_seqs} sequences": states,
     }
-    words = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size)
-    return f"gpu_memory_bytes={config.gpu_memory_bytes / 2**30:.2f} GiB less {words}"
+    words = ", ".join(f"{name} {_in_words(size)}" for name, size in parts.items() if size)
+    return f"gpu_memory_bytes={_in_words(config.gpu_memory_bytes)} less {words}"
 
 
 def _check_head_sizes(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig) -> None:
