@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from dflash_jax.base.errors import ConfigError, DFlashError
 from dflash_jax.options import EngineArgs, EngineConfig
 from dflash_jax.options.dtypes import DRAFT_QUANTIZATIONS, DTYPES, KV_CACHE_DTYPES
+from dflash_jax.options.flags import CommandParser
 from dflash_jax.spec import (
     DecoderConfig,
     DraftConfig,
@@ -194,10 +195,8 @@ class Step:
 
     def _gated_delta(self, delta: GatedDelta, D: int) -> Iterator[Call]:
         channels, values = delta.channels_per_key, delta.values_per_key * delta.value_dim
-        inputs, gates = (
-            self._product("in_proj", delta.key_heads * (channels + values), D),
-            self._product("in_proj_ba", 2 * delta.value_heads, D),
-        )
+        inputs = self._product("in_proj", delta.key_heads * (channels + values), D)
+        gates = self._product("in_proj_ba", 2 * delta.value_heads, D)
         beside = PRODUCT_BESIDE if inputs.operation is PRODUCT else QUANTIZED_PRODUCT_BESIDE
         (*operands, _), other = inputs.arguments, gates.arguments[1]
         yield Call(beside, f"{inputs.label} and in_proj_ba {_text(other)}", (*operands, other))
@@ -331,7 +330,7 @@ def row_of(step: Step, explanation: Explanation) -> dict[str, Any]:
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m dflash_jax.explain",
         description="Print which implementation serves each operation of a round on one device, and why the others do "
         "not. It reads the models' config.json alone; the device need not be there.",

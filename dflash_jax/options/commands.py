@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from dflash_jax.base.errors import DFlashError
-from dflash_jax.options.flags import HelpFormatter
+from dflash_jax.options.flags import CommandParser, HelpFormatter
 
 
 def parse_command(
@@ -22,7 +22,7 @@ def parse_command(
         commands: by name, modules with `HELP`, `add_arguments(parser)` and `run(args) -> status`.
         arguments: None takes the process's.
     """
-    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser = CommandParser(prog=prog, description=description)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for name, command in commands.items():
         subparser = subparsers.add_parser(

@@ -7,12 +7,15 @@ are refused in the same sentence. The server's flags are made in `serve_flags`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+import re
+import sys
+from collections.abc import Collection, Sequence
 from dataclasses import MISSING
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from dflash_jax.options.engine_args import EngineArgs
-from dflash_jax.options.option import default_of, flag_names, options_of, shown_default, words_without
+from dflash_jax.options.option import default_of, flag_names, no_flag, options_of, shown_default, words_without
 from dflash_jax.options.serve_args import ServeArgs
 
 Options = TypeVar("Options")
@@ -28,6 +31,21 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         is_nothing = action.default in (None, []) or action.default is False
         is_said = action.help is None or "(default: " in action.help
         return action.help if is_nothing or is_said else super()._get_help_string(action)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that refuses an unknown flag in one sentence, before it looks for what is required."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse as argparse does; flags of subcommands are left to their parsers, which are of this class, too."""
+        words = sys.argv[1:] if args is None else list(args)
+        if self._subparsers is None:
+            flags = self._option_string_actions
+            for word in takewhile(lambda word: word != "--", words):
+                name = word.partition("=")[0]
+                if re.fullmatch(r"--\S+", name) and not any(flag.startswith(name) for flag in flags):
+                    self.exit(2, f"error: {no_flag(name, flags)}\n")
+        return super().parse_known_args(words, namespace)
 
 
 def add_options(group: Any, owner: type, *, without: Collection[str] = (), **defaults: Any) -> None:

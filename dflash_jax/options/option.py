@@ -148,6 +148,12 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
     return by_word[near[0]] if near else None
 
 
+def no_flag(name: str, known: Iterable[str]) -> str:
+    """The refusal of a flag, or of a key of a file of flags, that is none; it suggests one that is near."""
+    near = near_name(name, known)
+    return f"there is no {name}; " + (f"did you mean {near}?" if near else "--help lists what there is.")
+
+
 def shown_default(default: Any) -> str:
     """A default as `--help` and the README show it, such as "on" for True."""
     if default is None or default is MISSING:

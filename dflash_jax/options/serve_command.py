@@ -17,7 +17,7 @@ from dflash_jax.base.errors import ConfigError
 from dflash_jax.options.absent import ABSENT
 from dflash_jax.options.flag_values import json_object
 from dflash_jax.options.kinds import Number
-from dflash_jax.options.option import flag_of, near_name, options_of
+from dflash_jax.options.option import flag_of, no_flag, options_of
 from dflash_jax.options.serve_args import PARTS, SERVER_ENGINE, Limits, ServeArgs
 from dflash_jax.options.serve_flags import Parser, build_parser
 
@@ -92,8 +92,7 @@ def _unknown(name: str, known: Iterable[str]) -> ConfigError:
     reason = ABSENT.get(name.lstrip("-").removeprefix("no-"))
     if reason is not None:
         return ConfigError(f"{name} is not supported: {reason}.")
-    near = near_name(name, known)
-    return ConfigError(f"there is no {name}; " + (f"did you mean {near}?" if near else "--help lists what there is."))
+    return ConfigError(no_flag(name, known))
 
 
 def _from_file(parser: Parser, path: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from dflash_jax.base.errors import ConfigError, DFlashError
-from dflash_jax.options.flags import add_preset_options
+from dflash_jax.options.flags import CommandParser, add_preset_options
 from dflash_jax.options.option import default_of, flag_of, options_of, unknown_option
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.loop import train
@@ -20,7 +20,7 @@ from dflash_jax.train.loop import train
 
 def build_parser() -> argparse.ArgumentParser:
     """A parser with `--config` and a flag for each option; it returns only the flags that were given."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m dflash_jax.train",
         description="Train a DFlash drafter for a target.",
         argument_default=argparse.SUPPRESS,

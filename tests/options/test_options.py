@@ -7,7 +7,7 @@ import pytest
 
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.options import EngineArgs
-from dflash_jax.options.flags import HelpFormatter, add_options
+from dflash_jax.options.flags import CommandParser, HelpFormatter, add_options
 from dflash_jax.options.kinds import Bytes, Choice, Number, Switch, Text
 from dflash_jax.options.option import check_options, documented, near_name, option, options_of
 from dflash_jax.options.serve_args import PARTS, REASONING_PARSERS, TOOL_PARSERS
@@ -93,6 +93,28 @@ def test_only_near_names_are_suggested(name, near):
         EngineArgs.of({name: 1})
     assert ("did you mean" in str(error.value)) == (near is not None)
     assert (near or "kv_cache_dtype") in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--maxtokens", "3"], "there is no --maxtokens; did you mean --max-tokens?"),
+        (["--max_tokens=3"], "there is no --max_tokens; did you mean --max-tokens?"),
+        (["--zzz"], "there is no --zzz; --help lists what there is."),
+    ],
+)
+@pytest.mark.parametrize("command", [[], ["run"]])
+def test_a_mistyped_flag_of_a_command_is_refused_in_a_sentence(capsys, command, words, sentence):
+    parser = CommandParser()
+    commands = parser.add_subparsers() if command else None
+    ours = commands.add_parser("run") if commands else parser
+    ours.add_argument("--max-tokens", type=int)
+    ours.add_argument("--prompt", required=True)
+    with pytest.raises(SystemExit) as exit_:
+        parser.parse_args([*command, *words])
+    assert (exit_.value.code, capsys.readouterr().err) == (2, f"error: {sentence}\n")
+    parsed = parser.parse_args([*command, "--max-tok", "3", "--prompt", "--no such flag"])
+    assert (parsed.max_tokens, parsed.prompt) == (3, "--no such flag")
 
 
 def test_help_says_each_default_once():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dflash_jax.base.errors import DFlashError
 from dflash_jax.loading import find_models, load_llm
-from dflash_jax.options.flags import HelpFormatter, add_engine_arguments, add_options, options_from
+from dflash_jax.options.flags import CommandParser, HelpFormatter, add_engine_arguments, add_options, options_from
 from dflash_jax.options.option import options_of
 from dflash_jax.progress import phase
 from dflash_jax.train.data.folder import DataFolder
@@ -31,7 +31,7 @@ PROMPTS = (
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m dflash_jax.train.data",
         description="Have a target answer prompts, as training data for its drafter. The same command resumes.",
         formatter_class=HelpFormatter,
