@@ -14,7 +14,7 @@ from dflash_jax.base.outputs import RequestOutput
 from dflash_jax.base.values import Prompt, SamplingParams
 from dflash_jax.llm import LLM
 from dflash_jax.loading import find_models, load_llm
-from dflash_jax.options.flags import HelpFormatter, add_engine_arguments
+from dflash_jax.options.flags import CommandParser, HelpFormatter, add_engine_arguments
 from dflash_jax.progress import phase
 
 EMBEDDED_PROMPT = (
@@ -45,7 +45,7 @@ class Run:
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m dflash_jax.generate",
         description="Complete a prompt. The text is standard output; how fast it was, and how many tokens each round "
         "emitted, is standard error.",
@@ -77,9 +77,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     args, console = parse_args(arguments), Console(stderr=True)
     try:
+        params = sampling_params(args)  # before the models, which take long to load
         llm = load(args)
         with phase("warming up") as now:
-            prompt, params = _prompt(args, llm), sampling_params(args)
+            prompt = _prompt(args, llm)
             plain_params = replace(params, speculation=False)
             for way in (params, plain_params) if args.compare else (params,):
                 if args.compare:

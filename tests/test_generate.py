@@ -55,6 +55,20 @@ def test_command_refuses_bad_arguments(capsys, arguments, words):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-tokens", "0"], "max_tokens=0"),
+        (["--temperature", "-1"], "temperature=-1.0"),
+        (["--top-p", "2"], "top_p=2.0"),
+    ],
+)
+def test_sampling_parameters_are_checked_before_models_are_loaded(monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr(generate, "load", None)
+    assert generate.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error: {words}")
+
+
 def test_command_reports_errors_in_one_line(tmp_path):
     done = run_command("--model", tmp_path)
     assert done.returncode == 2
