@@ -20,6 +20,7 @@ import argparse
 import json
 import math
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -35,6 +36,7 @@ from rounded_weights import ROUNDING, write_rounded
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.eval.conversations import is_instruct, opening, prompt_of
 from dflash_jax.eval.datasets import Sample, humaneval, mt_bench, reference_answers, solutions
+from dflash_jax.options.commands import run_command
 from dflash_jax.options.dtypes import KV_CACHE_DTYPES
 from dflash_jax.weights.folder import resolve_folders
 
@@ -218,14 +220,18 @@ def formats_of(weights: Sequence[str], kv: Sequence[str]) -> list[Format]:
     return [*(Format(STORED, name) for name in kv), *(Format(name, kv[0]) for name in weights)]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure every format."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, 2 after an error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or alias of the target (default: the embedded pair)")
     parser.add_argument("--draft-model", help="folder of the drafter (default: the one that ships, if any)")
     kv = ["bfloat16", "fp8_e4m3", "fp8_e5m2", "int4_had"]
     parser.add_argument(
-        "--kv-cache-dtype", nargs="+", default=kv, choices=list(KV_CACHE_DTYPES), help="first: baseline"
+        "--kv-cache-dtype",
+        nargs="+",
+        default=kv,
+        choices=list(KV_CACHE_DTYPES),
+        help="formats to compare; the first is the baseline",
     )
     parser.add_argument("--weights", nargs="*", default=list(ROUNDING), choices=list(ROUNDING))
     parser.add_argument("--texts", type=int, default=30, help="of each data set that are scored")
@@ -239,7 +245,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=1024, help="most tokens of a scored text")
     parser.add_argument("--max-num-seqs", type=int, default=4, help="requests side by side")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    args = parser.parse_args(arguments)
+    parser.set_defaults(run=run)
+    return run_command(parser.parse_args(arguments))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every format; returns 0.
+
+    Raises:
+        DFlashError: a model cannot be loaded, or a data set is not installed.
+    """
     sizes = Sizes(**{name: getattr(args, name) for name in Sizes.__dataclass_fields__})
     target, drafter = resolve_folders(args.model, args.draft_model)
     report: dict[str, Any] = {
@@ -273,7 +288,8 @@ def main(arguments: list[str] | None = None) -> None:
             args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
             print(json.dumps(report["formats"][-1]), flush=True)
     print(table(report["formats"]))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

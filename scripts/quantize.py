@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,29 +28,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from shards import Shards
 
 from dflash_jax.base.errors import CheckpointError, ConfigError
 from dflash_jax.models.layers import DecoderLayer
 from dflash_jax.models.rope import rope_tables
+from dflash_jax.options.commands import run_command
 from dflash_jax.spec import DraftConfig, TargetConfig, draft_config, read_json, target_config
 from dflash_jax.text.tokenizer import Tokenizer
 from dflash_jax.train.cache import SequenceCache
 from dflash_jax.weights.drafter import fc_inputs
 from dflash_jax.weights.encodings import Encoding, Fp8Blocks, Fp8Rows, Int4
-from dflash_jax.weights.export import save_json, save_tensors, stored
+from dflash_jax.weights.export import save_json, stored
 from dflash_jax.weights.folder import WANTED_FILES
 from dflash_jax.weights.formats.array import ArrayWeight
 from dflash_jax.weights.formats.protocol import Product, Rows, plain
 from dflash_jax.weights.layouts import SCALE_SUFFIXES
 from dflash_jax.weights.loader import Params, read_tensor, wide_parameters
 from dflash_jax.weights.parameters import Parameter, build, parameters_of
-from dflash_jax.weights.safetensors import INDEX_NAME, SINGLE_NAME, TensorInfo, list_tensors
+from dflash_jax.weights.safetensors import INDEX_NAME, TensorInfo, list_tensors
 from dflash_jax.weights.tables import IGNORED_TENSORS, checkpoint_table
 from pallas_kernels.lib.norm import rms_norm
 
 TEXTS = (".py", ".txt", ".md", ".rst")  # files of a calibration folder
 ROWS = 4096  # tokens that a layer computes at a time, on the device
-SHARD_BYTES = 2**30  # of a file of weights, beyond which the next layer goes into another
 PACKED = re.compile(r"\.(qweight|weight_packed)$")
 FORMATS = ("int4", "fp8-block", "fp8-channel")
 
@@ -226,45 +228,6 @@ class Source:
         return raw
 
 
-class Shards:
-    """Files of weights, each written once it is large enough.
-
-    Args:
-        folder: where they are until `finish`.
-    """
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._waiting: dict[str, np.ndarray] = {}
-        self._written: list[list[str]] = []  # the names in each file
-        self.nbytes = 0  # of all tensors
-
-    def add(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Take the tensors of a layer."""
-        self._waiting |= tensors
-        self.nbytes += sum(array.nbytes for array in tensors.values())
-        if sum(array.nbytes for array in self._waiting.values()) >= SHARD_BYTES:
-            self._write()
-
-    def finish(self, out: Path) -> None:
-        """Move the files to a folder: one by its usual name, or several with an index."""
-        self._write()
-        count = len(self._written)
-        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        for i, name in enumerate(names):
-            (self._folder / str(i)).replace(out / (name if count > 1 else SINGLE_NAME))
-        if count > 1:
-            weight_map = {tensor: name for name, held in zip(names, self._written, strict=True) for tensor in held}
-            index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
-            save_json(out / INDEX_NAME, index)
-
-    def _write(self) -> None:
-        if self._waiting:
-            save_tensors(self._folder / str(len(self._written)), self._waiting)
-            self._written.append(list(self._waiting))
-            self._waiting = {}
-
-
 def quantize(source: Source, out: Path, encoding: Encoding, calibration: Calibration | None = None) -> int:
     """Write a quantised folder, layer by layer; returns the bytes of its tensors.
 
@@ -333,7 +296,7 @@ def calibrated(source: Source, texts: Sequence[Path], samples: int, length: int)
 
     Raises:
         CheckpointError: the folder has no tokenizer.
-        ConfigError: a drafter, or a text that is too short or missing, or pieces longer than the model takes.
+        ConfigError: a drafter, a text that is too short or missing, or pieces longer than the model takes.
     """
     config, tokenizer = source.config, Tokenizer.of(source.folder)
     if not isinstance(config, TargetConfig):
@@ -342,8 +305,7 @@ def calibrated(source: Source, texts: Sequence[Path], samples: int, length: int)
         raise CheckpointError(f"{source.folder} has no tokenizer for the calibration text; add its tokenizer.json.")
     if length > config.max_position_embeddings:
         raise ConfigError(f"--length {length} is more than the model's {config.max_position_embeddings}; give less.")
-    files = [file for path in texts for file in ([path] if path.is_file() else sorted(path.rglob("*")))]
-    contents = [file.read_text(encoding="utf-8") for file in files if file in texts or file.suffix in TEXTS]
+    contents = (file.read_text(encoding="utf-8") for path in texts for file in _files(path))
     tokens = np.array([token for content in contents for token in tokenizer.encode(content)], np.int32)
     pieces = tokens[: len(tokens) // length * length].reshape(-1, length)
     if not len(pieces):
@@ -356,6 +318,17 @@ def calibrated(source: Source, texts: Sequence[Path], samples: int, length: int)
     return Calibration(config, table[chosen].astype(np.float32))
 
 
+def _files(path: Path) -> list[Path]:
+    """A file, or all texts of a folder."""
+    if not path.exists():
+        raise ConfigError(f"--calibration {path} does not exist; give text files or folders.")
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in TEXTS)
+    if not files:
+        kinds = f"{', '.join(TEXTS[:-1])} and {TEXTS[-1]}"
+        raise ConfigError(f"--calibration {path} holds none of {kinds}; give text files.")
+    return files
+
+
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command's arguments, checked against each other."""
     parser = argparse.ArgumentParser(
@@ -363,7 +336,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("source", type=Path, help="folder of the model or drafter, at 16 or 32 bits or in fp8")
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--format", choices=FORMATS, required=True, help="of the projections")
+    parser.add_argument("--format", choices=FORMATS, required=True, help="format of the written matrices")
     parser.add_argument("--calibration", type=Path, nargs="+", help="int4: text files and folders to round for (GPTQ)")
     parser.add_argument("--nearest", action="store_true", help="int4: round to the nearest numbers, without a text")
     parser.add_argument("--asymmetric", action="store_true", help="int4: a zero point for each group")
@@ -375,12 +348,16 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--format int4 needs either --calibration with texts or --nearest")
     if args.format != "int4" and (args.calibration or args.nearest or args.asymmetric):
         parser.error(f"--format {args.format} takes none of --calibration, --nearest and --asymmetric")
+    args.run = run
     return args
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command."""
-    args = parse_args(arguments)
+def run(args: argparse.Namespace) -> int:
+    """Quantise and print how large the result is; returns 0.
+
+    Raises:
+        DFlashError: the source cannot be quantised so.
+    """
     source = Source.of(args.source)
     int4 = Int4(args.group_size, symmetric=not args.asymmetric)
     encoding = {"int4": int4, "fp8-block": Fp8Blocks(), "fp8-channel": Fp8Rows()}[args.format]
@@ -390,7 +367,13 @@ def main(arguments: list[str] | None = None) -> None:
         )
     calibration = None if args.calibration is None else calibrated(source, args.calibration, args.samples, args.length)
     print(f"{quantize(source, args.out, encoding, calibration):,} bytes in {args.out}")
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, 2 after an error."""
+    return run_command(parse_args(arguments))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 
 from dflash_jax import LLM, SamplingParams
+from dflash_jax.options.commands import run_command
 
 ROOT = Path(__file__).parents[1]
 FILES = (
@@ -38,18 +40,28 @@ def perplexity(llm: LLM, length: int) -> float:
     return math.exp(sum(losses) / len(losses))
 
 
-def main() -> None:
-    """Measure and print."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, 2 after an error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", help="of the model in several formats")
     parser.add_argument("--dtype", default="float32", help="of the activations and of what is not quantised")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a file that are scored")
-    args = parser.parse_args()
+    parser.set_defaults(run=run)
+    return run_command(parser.parse_args(arguments))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; returns 0.
+
+    Raises:
+        DFlashError: a folder cannot be loaded.
+    """
     for folder in args.folders:
         scored = perplexity(LLM(folder, dtype=args.dtype, max_num_seqs=4, compile_at_start=False), args.length)
         nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         print(json.dumps({"folder": str(folder), "perplexity": round(scored, 4), "bytes": nbytes}), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

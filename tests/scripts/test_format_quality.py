@@ -6,6 +6,7 @@ import format_quality
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import weight_formats
 from format_quality import CUE, DEPTHS, Format, Scored, Sizes
 from rounded_weights import ROUNDING, widened, write_rounded
 
@@ -157,3 +158,10 @@ def test_the_table_compares_with_the_first_format():
     copied = "3 of 4, 99.5 % of tokens | 19 of 20"
     assert first == f"| as stored | `bfloat16` | 4.0 (+0.0 %) | 4.0 (+0.0 %) | {copied} | 2.50 | -0.25 ± 0.10 |"
     assert second == f"| int4 | `bfloat16` | 4.1 (+2.5 %) | 4.1 (+2.5 %) | {copied} |  |  |"
+
+
+@pytest.mark.parametrize("arguments", [["--model", "nowhere", "--out", "out.json"], ["nowhere"]])
+def test_a_model_that_is_not_there_is_told_in_a_sentence(capsys, arguments):
+    script = format_quality if "--model" in arguments else weight_formats
+    assert script.main(arguments) == 2
+    assert capsys.readouterr().err.startswith("error: nowhere is not a folder")
