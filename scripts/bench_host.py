@@ -341,7 +341,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=CASES, action="append", help="may be repeated; all by default")
     parser.add_argument("--slots", type=int, default=32, help="sequences of a round")
-    parser.add_argument("--tokens", type=int, default=5, help="that a round emits of a sequence, on average")
+    parser.add_argument("--tokens", type=int, default=5, help="tokens that a round emits for each sequence, on average")
     parser.add_argument("--rounds", type=int, default=300, help="that are measured")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", action="store_true", help="the functions that cost most; slows all down")

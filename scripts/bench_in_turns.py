@@ -3,7 +3,7 @@
 On a machine that others use, speed changes from minute to minute, so the servers take turns: in every turn each answers
 the same greedy completion, in another order, and the medians of the turns are compared.
 
-    python scripts/bench_in_turns.py --turns 41 bare=http://127.0.0.1:8000 ray=http://127.0.0.1:8001
+    python scripts/bench_in_turns.py --turns 41 bare=http://127.0.0.1:8001 ray=http://127.0.0.1:8000
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import json
 import os
 import platform
 import random
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from dflash_jax.base.errors import ConfigError
 from dflash_jax.bench.client import COMPLETIONS, complete, request_body
 from dflash_jax.bench.http import HttpClient
+from dflash_jax.options.commands import run_command
 from dflash_jax.text.request_files import SampleRequest
 
 PROMPT = "You may reproduce and distribute copies of the"
@@ -89,8 +92,20 @@ def spread(values: list[float]) -> list[float]:
     return [round(value, 2) for value in quantiles(values, n=4, method="inclusive")]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print and write the figures."""
+def named_url(text: str) -> tuple[str, str]:
+    """The name and the URL of a server.
+
+    Raises:
+        ConfigError: the text is not both.
+    """
+    name, _, url = text.partition("=")
+    if not name or not url:
+        raise ConfigError(f"{text!r} must be NAME=URL, such as bare=http://127.0.0.1:8000.")
+    return name, url
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, 2 after an error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("servers", nargs="+", metavar="NAME=URL", help="the first is what the others are compared with")
     parser.add_argument("--turns", type=int, default=21, help="at least 2")
@@ -98,8 +113,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=1, help="at once, to one server at a time")
     parser.add_argument("--seed", type=int, default=0, help="of the order in a turn")
     parser.add_argument("--out", type=Path, help="a JSON file")
-    args = parser.parse_args(arguments)
-    urls = dict(server.split("=", 1) for server in args.servers)
+    parser.set_defaults(run=run)
+    return run_command(parser.parse_args(arguments))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and write the figures; returns 0.
+
+    Raises:
+        ConfigError: a server is not NAME=URL.
+    """
+    urls = dict(map(named_url, args.servers))
     before = os.getloadavg()
     times = asyncio.run(measure(urls, args.turns, args.tokens, args.streams, args.seed))
     result = {
@@ -114,7 +138,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(json.dumps(result, indent=1))
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

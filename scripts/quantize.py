@@ -34,6 +34,7 @@ from dflash_jax.base.errors import CheckpointError, ConfigError
 from dflash_jax.models.layers import DecoderLayer
 from dflash_jax.models.rope import rope_tables
 from dflash_jax.options.commands import run_command
+from dflash_jax.options.flags import HelpFormatter
 from dflash_jax.spec import DraftConfig, TargetConfig, draft_config, read_json, target_config
 from dflash_jax.text.tokenizer import Tokenizer
 from dflash_jax.train.cache import SequenceCache
@@ -331,9 +332,7 @@ def _files(path: Path) -> list[Path]:
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command's arguments, checked against each other."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     parser.add_argument("source", type=Path, help="folder of the model or drafter, at 16 or 32 bits or in fp8")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--format", choices=FORMATS, required=True, help="format of the written matrices")

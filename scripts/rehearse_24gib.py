@@ -26,9 +26,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 from make_random_checkpoint import SIZES, write_pair
 
+from dflash_jax.base.errors import ConfigError
+from dflash_jax.engine.device.budget import parameter_bytes
+from dflash_jax.engine.device.memory import GAPS_BYTES
 from dflash_jax.options.kinds import Bytes
+from dflash_jax.parallel.platform import OUTSIDE_BYTES
+from dflash_jax.spec import target_config
 
 START_SECONDS, REQUEST_SECONDS = 600, 600
 KV_TOKENS = re.compile(r"KV cache size: ([\d,]+) tokens")
@@ -230,7 +237,20 @@ def serve(folder: Path, start: Start, size: str, memory: str) -> dict[str, Any]:
     }
 
 
+def check_memory(memory: str, size: str) -> None:
+    """Refuse a bound that the target alone exceeds, before checkpoints are written.
+
+    Raises:
+        ConfigError: it is too small.
+        argparse.ArgumentTypeError: it is no size.
+    """
+    least = parameter_bytes(target_config(SIZES[size]), np.dtype(ml_dtypes.bfloat16), 4) + OUTSIDE_BYTES + GAPS_BYTES
+    if Bytes()(memory) <= least:
+        raise ConfigError(f"{memory!r} must be more than the {least / 2**30:.1f}GiB of target and CUDA; give more.")
+
+
 def main(arguments: list[str] | None = None) -> int:
+    """Run the rehearsal; returns its exit status: 0, 1 if a check failed, 2 after an error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("build/rehearsal"), help="of the checkpoints")
     parser.add_argument("--size", choices=STARTS, default="27b")
@@ -238,6 +258,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", choices=[start.kv_cache_dtype for start in STARTS["27b"]], help="one of both starts")
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args(arguments)
+    try:
+        check_memory(args.memory, args.size)
+    except (ConfigError, argparse.ArgumentTypeError) as error:
+        print(f"error: --memory: {error}", file=sys.stderr)
+        return 2
     began = time.perf_counter()
     if not (args.folder / "draft" / "config.json").exists():
         write_pair(args.folder, args.size)

@@ -346,7 +346,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
     parser.add_argument("--log", type=Path, default=Path("soak.log"), help="of the server (default: %(default)s)")
     parser.add_argument("flags", nargs="*", help="of the server, behind --")
-    report = asyncio.run(soak(parser.parse_args()))
+    args = parser.parse_args()
+    if args.requests < 1:
+        print(f"error: --requests {args.requests} must be at least 1.", file=sys.stderr)
+        return 2
+    report = asyncio.run(soak(args))
     print(json.dumps(summary(report), indent=1))
     for failure in report.failures[:20]:
         print(failure[:1000], file=sys.stderr)

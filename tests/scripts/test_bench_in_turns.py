@@ -3,6 +3,7 @@
 import json
 
 import bench_in_turns
+import pytest
 
 from tests.bench.mock_server import DONE, Mock, Reply, serving, text, usage
 
@@ -19,3 +20,9 @@ def test_the_slower_server_is_seen_to_be_slower(tmp_path):
     assert other["first_token_ms_more"] >= 15
     assert other["share_of_speed"] < 0.7
     assert len(fast.bodies) == len(slow.bodies) == 2 * (3 + bench_in_turns.WARM_UPS)
+
+
+@pytest.mark.parametrize("server", ["a", "a=", "=http://127.0.0.1:8000"])
+def test_a_server_has_a_name_and_a_url(capsys, server):
+    assert bench_in_turns.main(["bare=http://127.0.0.1:1", server]) == 2
+    assert capsys.readouterr().err == f"error: {server!r} must be NAME=URL, such as bare=http://127.0.0.1:8000.\n"

@@ -305,3 +305,12 @@ def test_what_cannot_be_quantised_is_refused_by_name(tmp_path, capsys, arguments
     assert quantize.main([source, str(tmp_path / "out"), *options]) == 2
     assert re.fullmatch(f"error: .*{message}.*\n", capsys.readouterr().err)
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_help_has_no_default_where_there_is_none(capsys):
+    with pytest.raises(SystemExit):
+        quantize.main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "format of the written matrices" in shown
+    assert "None" not in shown
+    assert "pieces of the calibration text (default: 128)" in shown

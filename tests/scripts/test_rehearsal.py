@@ -113,6 +113,19 @@ def test_the_rehearsal_says_what_failed(monkeypatch, capsys, pair, tmp_path, tok
     assert figures["starts"][0]["most_temporaries_mib"] == 28
 
 
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        ("1", "error: --memory: '1' must be more than the 17.5GiB of target and CUDA; give more."),
+        ("23GiBB", "error: --memory: '23GiBB' must be a size such as 23.0GiB, "),
+    ],
+)
+def test_nothing_is_written_for_a_bound_that_holds_nothing(monkeypatch, capsys, tmp_path, memory, message):
+    monkeypatch.setattr(rehearsal, "write_pair", None)
+    assert rehearsal.main(["--folder", str(tmp_path), "--memory", memory]) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
 @pytest.mark.long
 def test_the_rehearsal_of_a_tiny_pair(pair):
     assert rehearsal.main(["--folder", str(pair), "--size", "tiny"]) == 0

@@ -17,3 +17,8 @@ def test_mixed_requests_are_neither_lost_nor_mixed_up(tmp_path):
         text=True,
     )
     assert run.returncode == 0, run.stderr + run.stdout
+
+
+def test_without_requests_nothing_is_started():
+    run = subprocess.run([sys.executable, SCRIPT, "--requests=0"], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (2, "error: --requests 0 must be at least 1.\n")
