@@ -10,22 +10,23 @@ the package makes of them again. Scales have six bits, so that the packages, whi
 
 from __future__ import annotations
 
+import argparse
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from auto_round.export.export_to_awq.utils import WQLinear_GEMM, dequantize_gemm
-from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
-from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from safetensors.torch import save_file
+if TYPE_CHECKING:  # the packages are imported where they are used: --help works without them
+    import torch
 
 OUTPUT = Path(__file__).parents[1] / "tests" / "data" / "packed" / "vectors.safetensors"
 OUTPUTS, INPUTS = 32, 64
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, "torch.Tensor"]
 
 
 def random(seed: int, group: int, *, symmetric: bool) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor]:
     """A layer that reaches beyond what 4 bits hold, scales [O, G] and zero points [O, G]."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     groups = INPUTS // group
     scales = torch.randint(33, 64, (OUTPUTS, groups), generator=generator) / 2.0**12
@@ -42,6 +43,8 @@ def random(seed: int, group: int, *, symmetric: bool) -> tuple[torch.nn.Linear, 
 
 def gptq(module: object, seed: int, group: int, *, symmetric: bool) -> Tensors:
     """Packed by auto-round's layer of GPTQ's packing; its product with the identity is the expected matrix."""
+    import torch
+
     layer, scales, zeros = random(seed, INPUTS if group == -1 else group, symmetric=symmetric)
     packed = module.QuantLinear(4, group, INPUTS, OUTPUTS, bias=False)
     packed.device = "cpu"  # the layer without an offset asks itself, and has none
@@ -53,6 +56,8 @@ def gptq(module: object, seed: int, group: int, *, symmetric: bool) -> Tensors:
 
 def awq(seed: int, group: int) -> Tensors:
     """Packed by auto-round's layer of AWQ's packing."""
+    from auto_round.export.export_to_awq.utils import WQLinear_GEMM, dequantize_gemm
+
     layer, scales, zeros = random(seed, group, symmetric=False)
     packed = WQLinear_GEMM.from_linear(layer, 4, group, scales=scales.T, zeros=zeros.T, device="cpu")
     tensors = {name: getattr(packed, name) for name in ("qweight", "qzeros", "scales")}
@@ -61,6 +66,10 @@ def awq(seed: int, group: int) -> Tensors:
 
 def compressed(seed: int, group: int, *, symmetric: bool) -> Tensors:
     """Packed by compressed-tensors, whose numbers and zero points are signed until they are packed."""
+    import torch
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
     layer, scales, zeros = random(seed, group, symmetric=symmetric)
     arguments = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=group, symmetric=symmetric)
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
@@ -70,7 +79,11 @@ def compressed(seed: int, group: int, *, symmetric: bool) -> Tensors:
     return {name: tensor for name, tensor in packed.items() if name.startswith("weight_")} | {"expected": whole.float()}
 
 
-def main() -> None:
+def make() -> None:
+    """Write the vectors."""
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
+    from safetensors.torch import save_file
+
     cases = {
         "gptq_symmetric": gptq(qlinear_torch_zp, 0, 32, symmetric=True),
         "gptq_zeros": gptq(qlinear_torch_zp, 1, 32, symmetric=False),
@@ -84,5 +97,18 @@ def main() -> None:
     save_file(tensors, OUTPUT)
 
 
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, 2 without one of the packages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)
+    try:
+        make()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0].removesuffix("_extension")
+        print(f"error: this needs {package}; run pip install {package.replace('_', '-')}.", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
