@@ -16,7 +16,13 @@ from dflash_jax.base.env import claim_device_memory
 from dflash_jax.base.errors import ConfigError
 from dflash_jax.base.outputs import CompletionOutput
 from dflash_jax.base.values import SEED_LIMIT, Prompt, SamplingParams, is_int
-from dflash_jax.engine.device.budget import device_bytes, fitted, with_draft_quantization
+from dflash_jax.engine.device.budget import (
+    check_machine_memory,
+    device_bytes,
+    fitted,
+    parameter_bytes,
+    with_draft_quantization,
+)
 from dflash_jax.engine.device.memory import explain_out_of_memory
 from dflash_jax.engine.device.model import Model, narrowed, quantized, screened
 from dflash_jax.engine.engine import Engine
@@ -127,6 +133,8 @@ def load(
     draft = None if draft is None else draft.over(mesh.size)
     if target_params is None:
         target = target.over(mesh.size)
+        size = parameter_bytes(target, config.dtype, _fewest_bits(target, quantize=quantize))
+        check_machine_memory(f"the parameters of {model or folder}", size, config.dtype)
         loaded = _load(folder, target, config, mesh, quantize=rounded if quantize else None)
     else:
         loaded = Model(target, dict(target_params), load_kv_scales(folder, target))
@@ -137,6 +145,13 @@ def load(
     parameters = sum(device_bytes(model.params) for model in (loaded, drafter) if model is not None)
     config = fitted(target, draft, config, parameters)
     return frontend, Engine(loaded, drafter, mesh=mesh, config=config)
+
+
+def _fewest_bits(target: TargetConfig, *, quantize: bool) -> int | None:
+    """Bits of a number of most matrices, the fewest that they may have if the checkpoint does not say; None for all."""
+    if quantize:
+        return 8
+    return None if target.quantization is None else target.quantization.bits or 4
 
 
 def _load(

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM, ConfigError, RequestError, SamplingParams, generate
-from dflash_jax.engine.device import steps
+from dflash_jax.engine.device import budget, steps
+from tests.conftest import ON_GPU
 from tests.pairs import (
     BYTE_VOCABULARY,
     DRAFT,
@@ -355,3 +356,11 @@ def test_command_prints_text_for_text(llm, monkeypatch, capsys, arguments):
     chat = [{"role": "user", "content": QUESTION}]
     expected = llm.chat(chat, greedy(6)) if arguments else llm.generate(QUESTION, greedy(6))
     assert capsys.readouterr().out == expected[0].outputs[0].text + "\n"
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has memory of its own")
+def test_a_model_that_the_machine_cannot_hold_is_not_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr("dflash_jax.frontend.load_params", None)
+    monkeypatch.setattr(budget, "machine_bytes", lambda: 1000)
+    with pytest.raises(ConfigError, match=r"^the parameters of /.* take .* GB in float32 and this machine has .* GB"):
+        LLM(write_model(tmp_path, TARGET, 0))

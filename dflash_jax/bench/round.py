@@ -32,6 +32,7 @@ from dflash_jax.bench.options import RoundOptions
 from dflash_jax.bench.round_engine import RoundEngine, decode, finish, random_sequences, step, time_prefill
 from dflash_jax.bench.round_experts import experts_touched
 from dflash_jax.bench.round_models import PRESETS, configs_of, random_params
+from dflash_jax.engine.device.budget import check_machine_memory, draft_bytes, parameter_bytes
 from dflash_jax.engine.device.memory import explain_out_of_memory
 from dflash_jax.engine.device.model import Model, quantized, screened
 from dflash_jax.options import EngineArgs, EngineConfig
@@ -185,6 +186,7 @@ def _measure_all(
     number, total = 0, len(cells) * sum(len(configs) for _, configs in plans)
     for mesh, configs in plans:
         target, draft = target.over(mesh.size), None if draft is None else draft.over(mesh.size)
+        _check_machine(args, target, draft, configs[0])
         with phase("making random weights"):
             model = _random_model(target, configs[0], mesh, seed=0, quantization=args.target_quantization)
             model = screened(model, draft, configs[0], mesh)
@@ -203,6 +205,18 @@ def _measure_all(
             gc.collect()  # the next engine needs the memory of these pools
         del model, drafter
         gc.collect()
+
+
+def _check_machine(
+    args: argparse.Namespace, target: TargetConfig, draft: DraftConfig | None, config: EngineConfig
+) -> None:
+    """Raise ConfigError if the device is a CPU, and the memory of its machine does not hold the weights."""
+    bits = {None: None, "int4": 4, "fp8": 8}[args.target_quantization]
+    size, what = parameter_bytes(target, config.dtype, bits), f"the parameters of {args.model}"
+    if draft is not None:
+        size += draft_bytes(target, draft, config.dtype, config.draft_quantization)
+        what += " and its drafter"
+    check_machine_memory(what, size, config.dtype)
 
 
 def _random_model(

@@ -16,6 +16,7 @@ from dflash_jax.bench import round_report
 from dflash_jax.bench.__main__ import main
 from dflash_jax.bench.round_engine import RoundEngine, decode, finish, keep_exactly, random_sequences
 from dflash_jax.bench.round_models import configs_of, random_params
+from dflash_jax.engine.device import budget
 from dflash_jax.engine.device.model import Model
 from dflash_jax.engine.engine import Engine
 from dflash_jax.options import EngineArgs, EngineConfig
@@ -255,6 +256,20 @@ def test_bad_options(capsys, arguments, words):
     assert len(before) == len(lines("\n".join(before)))  # only lines of progress
     assert error.startswith("error: ")
     assert all(word in error for word in words), error
+
+
+def test_weights_that_the_machine_cannot_hold_are_not_made(monkeypatch, capsys):
+    monkeypatch.setattr(command, "random_params", None)
+    monkeypatch.setattr(budget, "machine_bytes", lambda: 24_700_000_000)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert main(["round", "--model", "qwen3-8b", "--plain", "--dtype", "float32"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "error: the parameters of qwen3-8b take 32.8 GB in float32 and this machine has 24.7 GB of memory; give "
+        "--dtype bfloat16, a smaller model or a GPU.\n"
+    )
+    assert main(["round", "--model", "qwen3-14b"]) == 2
+    assert " and its drafter take " in (error := capsys.readouterr().err)
+    assert error.endswith("; give a smaller model or a GPU.\n")
 
 
 def test_baseline_without_its_fields(tmp_path):

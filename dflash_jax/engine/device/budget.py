@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflash_jax.base.errors import ConfigError
 from dflash_jax.engine.device.memory import (
     FULL,
     GAPS_BYTES,
@@ -73,6 +75,32 @@ def parameter_bytes(
         else:
             total += size * (4 if parameter.is_float32 else dtype.itemsize)
     return total
+
+
+def machine_bytes() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_machine_memory(what: str, size: int, dtype: np.dtype) -> None:
+    """Refuse what this machine's memory cannot hold, if the device is a CPU: the kernel would kill the process.
+
+    Args:
+        what: what takes the memory, in the plural.
+        size: its bytes, a lower bound.
+        dtype: of the parameters.
+
+    Raises:
+        ConfigError: the machine has less memory.
+    """
+    total = machine_bytes()
+    if size <= total or jax.default_backend() != "cpu":
+        return
+    narrower = "--dtype bfloat16, " if dtype.itemsize == 4 and size <= 2 * total else ""
+    raise ConfigError(
+        f"{what} take {size / 1e9:.1f} GB in {dtype.name} and this machine has {total / 1e9:.1f} GB of memory; give "
+        f"{narrower}a smaller model or a GPU."
+    )
 
 
 def fitted(target: TargetConfig, draft: DraftConfig | None, config: EngineConfig, parameters: int) -> EngineConfig:
