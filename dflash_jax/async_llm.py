@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -93,7 +95,7 @@ class AsyncLLM:
         Args:
             prompt: a string, `{"prompt": ...}` or `{"prompt_token_ids": [...]}`.
             sampling_params: None takes `get_default_sampling_params()`.
-            request_id: for `abort`; None takes a number. No two running requests may have the same id.
+            request_id: for `abort`; None takes one at random. No two running requests may have the same id.
 
         Raises:
             RequestError: the prompt or its parameters cannot be served, or the id is taken.
@@ -103,7 +105,11 @@ class AsyncLLM:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         loop = asyncio.get_running_loop()
         # In another thread: tokenising a long prompt or compiling a grammar must not delay other streams.
-        request = await loop.run_in_executor(self._intake, self.frontend.request, prompt, params, request_id)
+        make = partial(self.frontend.request, prompt, params, request_id or uuid.uuid4().hex)
+        try:
+            request = await loop.run_in_executor(self._intake, make)
+        except RuntimeError as error:  # of an executor that has been shut down
+            raise EngineDeadError(self._thread.cause) if self._thread.is_dead else error from error
         stream = Stream(request.request_id, loop)
         self._thread.add(request, stream.put)
         try:

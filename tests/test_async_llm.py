@@ -98,11 +98,34 @@ def test_bad_requests_and_full_queues_hurt_nobody():
         with pytest.raises(RequestError, match="vocabulary"):
             await last(llm.generate(prompt(10**6), greedy(4)))
         with pytest.raises(QueueFullError, match="max_num_queued_seqs=2"):
-            await last(llm.generate(one_prompt, greedy(4, n=4)))
+            await last(llm.generate(one_prompt, greedy(4, n=5)))
         assert len((await last(llm.generate(one_prompt, greedy(4, n=3)))).outputs) == 3  # one has a slot at once
         assert (await last(running)).outputs[0].token_ids == CASES[0]["output_ids"]
 
     run(scenario, max_num_queued_seqs=2)
+
+
+def test_ids_that_callers_give_are_in_nobody_s_way():
+    async def scenario(llm):
+        one_prompt = prompt(*CASES[0]["input_ids"])
+        taken = [llm.generate(one_prompt, greedy(80), request_id=str(number)) for number in range(2)]
+        for stream in taken:
+            await anext(stream)
+        assert (await last(llm.generate(one_prompt, greedy(4)))).finished
+        for stream in taken:
+            await stream.aclose()
+
+    run(scenario)
+
+
+def test_a_closed_engine_says_so():
+    async def scenario():
+        llm = engine()
+        await asyncio.to_thread(llm.close)
+        with pytest.raises(EngineDeadError, match="closed"):
+            await last(llm.generate(prompt(1, 2), greedy(4)))
+
+    asyncio.run(scenario())
 
 
 def test_a_dead_engine_says_so(monkeypatch):

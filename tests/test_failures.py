@@ -77,6 +77,40 @@ def test_a_step_that_fails_once_costs_nobody(monkeypatch, name, options):
     assert_others_are_right(outputs, None, "")
 
 
+def test_all_run_together_again_once_each_has_completed_a_round_alone(monkeypatch):
+    llm = golden_llm(PAIR)
+    calls, seen = [], []
+    step = "greedy_round" if ON_GPU else "verify_commit"
+    break_steps(monkeypatch, step, lambda *_: calls.append(1) or len(calls) == 3)
+    for changed in llm.stream([prompt(*case["input_ids"]) for case in CASES[:2]], greedy(80)):
+        seen.append((changed.request_id, len(changed.outputs[0].token_ids), changed.finished))
+    first = next(i for i, (_, _, finished) in enumerate(seen) if finished)
+    others = [count for request_id, count, _ in seen[:first] if request_id != seen[first][0]]
+    assert len(calls) > 3
+    assert max(others) > 40  # not waiting until the first of the two has ended
+
+
+def test_who_ends_in_a_step_that_fails_is_told(monkeypatch):
+    """The results of earlier rounds are read in the step: they stand whatever fails behind."""
+    if ON_GPU:
+        pytest.skip("a step of CPUs")
+    llm = reciter(max_num_seqs=2, max_model_len=256)
+    failed, running = [], llm.engine.scheduler.running
+
+    def is_broken(*_):
+        is_first = not failed and any(r.sequence.finished for r in before) and len(running) == 1
+        before[:] = running
+        return is_first and failed.append(1) is None
+
+    before = []
+    break_steps(monkeypatch, "verify_commit", is_broken)
+    grammar = StructuredOutputsParams(regex="[a-z ]{60}")
+    params = [greedy(20), SamplingParams(temperature=0, max_tokens=40, structured_outputs=grammar)]
+    free, constrained = llm.generate(["You may reproduce and distribute copies of the", "x"], params)
+    assert failed
+    assert [output.outputs[0].finish_reason for output in (free, constrained)] == ["length", "error"]  # it ran alone
+
+
 def test_a_prompt_that_always_fails_fails_alone(monkeypatch):
     culprit = CASES[1]["input_ids"]
 

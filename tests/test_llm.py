@@ -103,6 +103,20 @@ def test_stream_grows_into_the_list(golden):
         assert len(tokens[0]) == 1  # the prefill's token is not held back for a round
 
 
+def test_callers_take_turns(golden):
+    """Two streams side by side, and a batch while a stream pauses."""
+    first, second = (prompt(*case["input_ids"]) for case in golden_cases("qwen3_swa_tied")[:2])
+    expected = tokens_of(golden.generate([first, second], greedy(40)))
+    pairs = list(zip(golden.stream(first, greedy(40)), golden.stream(second, greedy(40)), strict=False))
+    assert len(pairs) > 2
+    stream = golden.stream(first, greedy(40))
+    next(stream)
+    assert tokens_of(golden.generate(second, greedy(40))) == expected[1:]
+    assert tokens_of([list(stream)[-1]]) == expected[:1]
+    last = dict(enumerate(golden.stream(first, greedy(40))))  # nothing of those that were left is in the way
+    assert tokens_of([list(last.values())[-1]]) == expected[:1]
+
+
 def test_several_completions(llm):
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=10, ignore_eos=True)
     output = llm.generate("abc", params)[0]

@@ -1,12 +1,14 @@
 """A drafter in fp8 says nearly what it says in full, is held as the original was, and changes no output."""
 
 import gc
+import shutil
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from dflash_jax import LLM, ConfigError, SamplingParams
 from dflash_jax.engine import engine as engine_module
@@ -21,6 +23,7 @@ from dflash_jax.weights.loader import load_params
 from pallas_kernels import _compat
 from tests.kernels.cases import cuda_lowering
 from tests.pairs import (
+    GOLDEN,
     OF_TWO_LAYERS,
     TWO_LAYERS,
     empty_cache,
@@ -215,6 +218,21 @@ def test_other_weights_are_quantised_too(tmp_path):
     llm, expected = LLM(*folders, **options), LLM(folders[0], other, **options)
     llm.replace_draft(other)
     assert_same(llm.engine.runner.params[1], expected.engine.runner.params[1])
+
+
+def test_another_drafter_may_bring_scales_of_its_cache(tmp_path):
+    llm = golden_llm("qwen3_full", draft_kv_cache_dtype="fp8")
+    prompts = [prompt(*golden_cases("qwen3_full")[0]["input_ids"])]
+    expected = tokens_of(llm.generate(prompts, greedy(12)))
+    other = shutil.copytree(GOLDEN / "qwen3_full" / "draft", tmp_path / "draft")
+    (file,) = other.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("k_proj.weight")]:
+        tensors |= {name.replace("k_proj.weight", f"{x}_proj.{x}_scale"): np.float32([2]) for x in "kv"}
+    save_file(tensors, file)
+    llm.replace_draft(other)
+    (output,) = llm.generate(prompts, greedy(12))
+    assert (output.outputs[0].error, tokens_of([output])) == (None, expected)
 
 
 def test_only_a_drafter_of_the_same_configuration_takes_anothers_place(tmp_path):

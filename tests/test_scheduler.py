@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_jax import SamplingParams
+from dflash_jax import QueueFullError, SamplingParams
 from dflash_jax.base.outputs import CompletionOutput
 from dflash_jax.engine.host import scheduler as module
 from dflash_jax.engine.host.scheduler import Scheduler
@@ -115,6 +115,42 @@ def test_other_completions_wait_for_the_pages_of_the_first():
     (other,) = scheduler.admit()
     assert other.units[0].ids[:2] == running.units[0].ids[:2]
     assert other.prefilled == 8
+
+
+def test_other_completions_that_wait_for_pages_close_no_slot():
+    scheduler = scheduler_of()
+    first = sequence_of(*range(10))
+    admit(scheduler, first, sequence_of(*range(10), first=first, index=1))
+    assert len(scheduler.waiting) == 1
+    scheduler.queue([sequence_of(1), sequence_of(2), sequence_of(3)], 1)  # two have slots beside that of the other
+    with pytest.raises(QueueFullError, match="4 sequences wait, 1 more have come"):
+        scheduler.queue([sequence_of(4)], 1)
+
+
+def test_prompts_are_counted_once_however_often_they_start():
+    scheduler = scheduler_of()
+    sequence = sequence_of(*range(10))
+    admit(scheduler, sequence)
+    sequence.started = 1.0
+    scheduler.preempt_last()
+    admit(scheduler)
+    assert scheduler.num_prompt_tokens == 10
+
+
+def test_who_has_proved_right_alone_waits_behind_other_suspects():
+    scheduler = scheduler_of()
+    first, second, after = (sequence_of(token) for token in range(3))
+    first.suspect = second.suspect = True
+    assert len(admit(scheduler, first, second, after)) == 1
+    assert not scheduler.has_suspects_behind
+    first.suspect = False  # it has completed a round
+    assert scheduler.has_suspects_behind
+    scheduler.set_aside()
+    assert list(scheduler.waiting) == [second, first, after]
+    assert [r.sequence for r in scheduler.admit()] == [second]
+    second.suspect = False
+    assert not scheduler.has_suspects_behind
+    assert [r.sequence for r in scheduler.admit()] == [first, after]
 
 
 def test_a_suspect_runs_alone():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dflash_jax.engine.host import snapshots as module
 from dflash_jax.engine.host.scheduler import Scheduler
 from dflash_jax.engine.host.snapshots import Snapshots
 from dflash_jax.state.group import PageGroup, SnapshotGroup
@@ -51,6 +52,15 @@ def test_a_boundary_is_copied_before_the_round_that_may_pass_it():
     assert snapshots.num_kept == 1
     _, moves = start(scheduler, snapshots, 5, 6, 7, 8, 9, 2, 1, 3, 4)
     assert moves == [(SLOTS, 1, 8)]
+
+
+def test_prompts_are_cut_where_pages_end(monkeypatch):
+    """Also on a grid that pages do not divide: the state after 10 tokens is found under no hash of whole pages."""
+    monkeypatch.setattr(module, "GRID", 10)
+    scheduler, snapshots = books()
+    (running,) = admit(scheduler, sequence_of(*range(30)))
+    snapshots.at_start(running)
+    assert running.stops == [8, 16, 24, 28]
 
 
 def test_the_last_round_of_an_answer_leaves_its_boundary():

@@ -62,10 +62,9 @@ class RoundEngine(Engine):
         """Keep this number of drafts in each round from now on, whether they agree or not."""
         self.runner.confirm = partial(keep_exactly, count=num_accepted_tokens)
 
-    def _reserve_rounds(self) -> tuple[list[Running], list[Sequence]]:
-        if all(running.is_prefilled for running in self.scheduler.running):
-            return super()._reserve_rounds()
-        return [], []
+    def _reserve_rounds(self) -> list[Running]:
+        is_prefilled = all(running.is_prefilled for running in self.scheduler.running)
+        return super()._reserve_rounds() if is_prefilled else []
 
     def settle(self) -> None:
         """Wait for enqueued work, without reading its results."""

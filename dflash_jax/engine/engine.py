@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 
 import jax
 
-from dflash_jax.base.errors import QueueFullError
 from dflash_jax.base.outputs import EngineStats
 from dflash_jax.engine.device.budget import device_bytes, log_plan
 from dflash_jax.engine.device.memory import plan_layout
@@ -25,9 +24,10 @@ from dflash_jax.engine.device.shapes import Load, Shapes, StepShape
 from dflash_jax.engine.device.slots import Emitted, StepSpec, Tables
 from dflash_jax.engine.host import inputs
 from dflash_jax.engine.host.adaptive import BlockLengths, RoundClock
+from dflash_jax.engine.host.callers import Callers
 from dflash_jax.engine.host.in_flight import InFlight, ScoreInFlight
 from dflash_jax.engine.host.outputs import EmissionCounts, stats_of, take_emitted, take_prompt_logprobs, tokens_of_rows
-from dflash_jax.engine.host.scheduler import Running, Scheduler
+from dflash_jax.engine.host.scheduler import Running, Scheduler, begin_round
 from dflash_jax.engine.host.sequence import Sequence
 from dflash_jax.engine.host.snapshots import Move, Snapshots
 from dflash_jax.engine.programs.planner import PlannedChunk, PlannedRound, Planner, lacks_controls
@@ -72,6 +72,8 @@ class Engine:
         lengths = BlockLengths(self.shapes.lengths, config.max_num_seqs) if config.adaptive_speculation else None
         self.planner = Planner(self.shapes, self.layout, self.runner, lengths)
         self._forget_steps()
+        self._changed: dict[int, Sequence] = {}  # in the present step
+        self._callers = Callers()
         self._compiled_at_start = compile_counter().count
         if mesh.is_accelerator if config.compile_at_start is None else config.compile_at_start:
             self.compile()
@@ -110,18 +112,8 @@ class Engine:
         self._clock = RoundClock()
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Queue sequences, all or none; those that get a slot with the next step do not count as waiting.
-
-        Raises:
-            QueueFullError: more would wait than may.
-        """
-        limit, waiting = self.config.max_num_queued_seqs, len(self.scheduler.waiting)
-        if limit is not None and waiting + len(sequences) > limit + self.scheduler.num_open_slots:
-            raise QueueFullError(
-                f"the queue is full: {waiting} sequences wait, {len(sequences)} more have come, and at most "
-                f"max_num_queued_seqs={limit} may wait (a server's --max-num-queued-reqs); try again later."
-            )
-        self.scheduler.waiting.extend(sequences)
+        """Queue sequences; raises QueueFullError, and queues none, if more would wait than may."""
+        self.scheduler.queue(sequences, self.config.max_num_queued_seqs)
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence now; its output keeps what was emitted."""
@@ -130,16 +122,25 @@ class Engine:
             sequence.output.finish_reason = "abort"
 
     def run(self, sequences: list[Sequence]) -> Iterator[list[Sequence]]:
-        """Advance these sequences until all have ended; yield, after each step, those that changed."""
+        """Advance these sequences until all have ended; yield, after each step, those of them that changed.
+
+        Several callers may take turns: each advances the sequences of all.
+        """
         self.add(sequences)
+        news = self._callers.begin(sequences)
         try:
-            while not all(sequence.finished for sequence in sequences):
-                yield self.step()
+            while news or not all(sequence.finished for sequence in sequences):
+                if not news:
+                    self._callers.tell(self.step())
+                changed = list(news.values())
+                news.clear()
+                yield changed
         finally:  # a caller may leave early
             for sequence in sequences:
                 self.abort(sequence)
+            self._callers.end(sequences)
             if self._in_flight and not (self.scheduler.waiting or self.scheduler.running):
-                self.step()  # reads the round that ran ahead
+                self._callers.tell(self.step())  # reads the round that ran ahead
             self.check_integrity()
 
     def replace_draft(self, draft: Model) -> None:
@@ -169,14 +170,15 @@ class Engine:
         If the step fails, the contents of the cache are lost: the sequences that ran are computed again, each alone
         until it has completed a round. A sequence that fails alone ends with the error.
         """
+        self._changed = {}
         try:
-            changed = self._step()
+            self._step()
         except Exception as error:
             logger.exception("a step failed; its sequences are computed again, one by one")
-            changed = self._recover(error)
+            self._recover(error)
         if self.is_idle and self.planner.lengths is not None:
             self.planner.lengths.end_batch()
-        return changed
+        return list(self._changed.values())
 
     def check_integrity(self) -> None:
         """Check the books of pages and slots now and then, if the engine is idle.
@@ -186,8 +188,11 @@ class Engine:
         if self.is_idle:
             self.scheduler.repair()
 
-    def _step(self) -> list[Sequence]:
+    def _step(self) -> None:
         now = time.perf_counter()
+        if self.scheduler.has_suspects_behind:
+            self._read(len(self._in_flight))
+            self.scheduler.set_aside()
         for running in self.scheduler.admit():
             running.sequence.started = running.sequence.started or now
             self.runner.start(running.slot, running.sequence)
@@ -195,16 +200,16 @@ class Engine:
             if self.planner.lengths is not None:
                 self.planner.lengths.forget(running.slot)
         has_prefilled = self._enqueue_chunk()
-        sequences, changed = self._reserve_rounds()
+        sequences = self._reserve_rounds()
         planned = self.planner.round(sequences) if sequences else None
         self.runner.share_cores(has_streams=planned is not None)
         if planned is not None:
-            changed += self._enqueue_round(planned)
+            self._enqueue_round(planned)
         if self.scheduler.running and not (has_prefilled or planned or self._in_flight):
             self.runner.wait(PATIENCE)  # for a program
-        return changed + self._read(len(self._in_flight) - (planned is not None))
+        self._read(len(self._in_flight) - (planned is not None))
 
-    def _recover(self, error: Exception) -> list[Sequence]:
+    def _recover(self, error: Exception) -> None:
         """Recover from a failed step: make the device's state anew, and end a sequence that failed alone."""
         ran = self.scheduler.requeue()
         if not ran and not self._in_flight:
@@ -215,8 +220,8 @@ class Engine:
             if sequence.suspect or len(ran) == 1:
                 self.scheduler.drop(sequence)
                 sequence.fail(f"{type(error).__name__}: {error}")
+                self._changed[id(sequence)] = sequence
             sequence.suspect = True
-        return [sequence for sequence in ran if sequence.finished]
 
     def _enqueue_chunk(self) -> bool:
         """Prefill the next part of the oldest prompts.
@@ -255,16 +260,12 @@ class Engine:
         if any(planned.starting):
             self._push(InFlight(planned.starting, self._commit(planned.starting, planned.rows, last, None)))
 
-    def _reserve_rounds(self) -> tuple[list[Running], list[Sequence]]:
-        """Reserve pages for the next round.
+    def _reserve_rounds(self) -> list[Running]:
+        """Reserve pages for the next round, and return its sequences.
 
         When pages run out, the steps in flight are read first, since they may end sequences. If pages are still short,
         the sequences that came last are preempted.
-
-        Returns:
-            The sequences of the next round, and those that changed while steps were read.
         """
-        changed: list[Sequence] = []
         rounds: list[Running] = []
         was_short = False
         for running in list(self.scheduler.running):
@@ -274,15 +275,15 @@ class Engine:
             while not self.scheduler.reserve_round(running):
                 was_short = True
                 if self._in_flight:
-                    changed += self._read(len(self._in_flight))
+                    self._read(len(self._in_flight))
                 else:
                     self.scheduler.preempt_last()
                 if not running.may_emit:
                     break
-        return [r for r in rounds if r.may_emit] if was_short else rounds, changed
+        return [r for r in rounds if r.may_emit] if was_short else rounds
 
-    def _enqueue_round(self, planned: PlannedRound) -> list[Sequence]:
-        """Enqueue draft, verify and commit, as one program where it is greedy; return the sequences that changed."""
+    def _enqueue_round(self, planned: PlannedRound) -> None:
+        """Enqueue draft, verify and commit, as one program where it is greedy."""
         rounds, rows, length = planned.running, planned.rows, planned.length
         by_pages: dict[int, Tables] = {}
 
@@ -302,15 +303,17 @@ class Engine:
             for running in rounds:
                 running.deferred += 1
         self._copy_states(self.snapshots.before_rounds(rounds))
-        changed: list[Sequence] = []
         if "greedy_round" in steps:
             emitted = self.runner.greedy_round(tables(steps["greedy_round"]), length)
+            begin_round(rounds)
         else:
             block = self.runner.draft(tables(steps["draft"])) if length > 1 else None
             hidden = self.runner.verify(tables(steps["verify"]), block, length) if "verify" in steps else None
+            if hidden is not None:
+                begin_round(rounds)  # before others are read: the device's states are beyond what they tell
             if any(r.sequence.constraint for r in rounds):
                 # A mask depends on all tokens before it: read the earlier rounds while this one computes.
-                changed = self._read(len(self._in_flight))
+                self._read(len(self._in_flight))
             if hidden is not None:
                 emitted = self._commit(rounds, rows, hidden, block)
             else:
@@ -318,12 +321,10 @@ class Engine:
                 emitted = self.runner.verify_commit(
                     tables(steps["verify_commit"]), block, length, allowed, needed=planned.mode
                 )
-        for running in rounds:
-            running.in_flight += 1
+                begin_round(rounds)
         is_timed = is_alone and (compile_counter().count, self.runner.num_first_runs) == before
         self._push(InFlight(rounds, emitted, length, rows, is_timed))
         self._follows_prefill = False
-        return changed
 
     def _copy_states(self, moves: list[Move]) -> None:
         """Enqueue copies of recurrent states, if there are any."""
@@ -343,9 +344,8 @@ class Engine:
             array.copy_to_host_async()
         self._in_flight.append(step)
 
-    def _read(self, steps: int) -> list[Sequence]:
-        """Hand the results of the oldest steps in flight to their sequences; return the sequences that changed."""
-        changed: dict[int, Sequence] = {}
+    def _read(self, steps: int) -> None:
+        """Hand the results of the oldest steps in flight to their sequences, which `step` returns even if it fails."""
         for _ in range(steps):
             step = self._in_flight.popleft()
             if isinstance(step, ScoreInFlight):
@@ -364,9 +364,8 @@ class Engine:
                     running.num_rounds += 1
                 if not running.released:
                     taken.append(self._take(running, tokens[row], emitted, row, length))
-                    changed[id(running.sequence)] = running.sequence
+                    self._changed[id(running.sequence)] = running.sequence
             self._emissions.observe(length, taken)
-        return list(changed.values())
 
     def _take(self, running: Running, tokens: list[int] | None, emitted: Emitted, row: int, length: int) -> int:
         """Hand one sequence its tokens, None for NaN, and return how many it took; an error ends this one alone."""

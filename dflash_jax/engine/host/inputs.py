@@ -16,7 +16,8 @@ from dflash_jax.engine.host.constraints import fill_masks
 from dflash_jax.engine.host.scheduler import Running, Scheduler
 from dflash_jax.engine.host.sequence import Sequence
 
-COLDEST, HOTTEST = 1e-6, 1e6  # temperatures are clipped to these: beyond, logits would leave the range of float32
+# Temperatures and repetition penalties are clipped to these: beyond, logits would leave the range of float32.
+SMALLEST, LARGEST = 1e-6, 1e6
 
 
 class SamplerRows:
@@ -46,19 +47,23 @@ class SamplerRows:
         """Set a slot's row to the parameters of its new sequence."""
         params = sequence.params
         row = {
-            "temperature": params.temperature and min(max(params.temperature, COLDEST), HOTTEST),
+            "temperature": params.temperature and _clipped(params.temperature),
             "top_p": params.top_p,
             "top_k": min(params.top_k, self.vocab_size) if params.top_k > 0 else self.vocab_size,
             "min_p": params.min_p,
             "key": (sequence.seed >> 32, sequence.seed & 0xFFFFFFFF),
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
-            "repetition_penalty": params.repetition_penalty,
+            "repetition_penalty": _clipped(params.repetition_penalty),
             "min_tokens": min(params.min_tokens, sequence.max_new_tokens),
             "has_bias": bool(params.logit_bias) or params.allowed_token_ids is not None,
         }
         for name, value in row.items():
             getattr(self.rows, name)[slot] = value
+
+
+def _clipped(value: float) -> float:
+    return min(max(value, SMALLEST), LARGEST)
 
 
 def controls_of(sequence: Sequence, vocab_size: int) -> Controls:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dflash_jax.base.errors import QueueFullError
 from dflash_jax.engine.host.sequence import Sequence
 from dflash_jax.state.group import Units
 from dflash_jax.state.layout import Layout
@@ -103,6 +104,12 @@ class Running:
         return (len(sequence.output.token_ids) or 1) + self.in_flight < sequence.max_new_tokens
 
 
+def begin_round(rounds: list[Running]) -> None:
+    """Count a round that was enqueued for these sequences."""
+    for running in rounds:
+        running.in_flight += 1
+
+
 class Scheduler:
     """Waiting and running sequences, their slots, units of state and tables of these.
 
@@ -122,7 +129,7 @@ class Scheduler:
         self.tables = [np.full((max_num_seqs, layout.table_width), NO_PAGE, np.int32) for _ in layout.groups]
         self.valid_from = [np.zeros(max_num_seqs, np.int32) for _ in layout.groups]
         self._max_num_seqs, self._next_check = max_num_seqs, 0.0  # as `time.monotonic` counts
-        self._is_short = False  # whether the last `admit` left sequences waiting
+        self._is_short = False  # whether the last `admit` had too few slots or pages
         self._start_books()
 
     def _start_books(self) -> None:
@@ -140,17 +147,52 @@ class Scheduler:
         """Slots that newcomers can get from the next `admit`: none while others already wait for slots or pages."""
         return 0 if self._is_short else len(self._free_slots)
 
+    def queue(self, sequences: list[Sequence], limit: int | None) -> None:
+        """Let sequences wait, all or none; those that get a slot from the next `admit` do not count.
+
+        Args:
+            sequences: in the order in which they start.
+            limit: how many may wait; None lets all.
+
+        Raises:
+            QueueFullError: more would wait than may.
+        """
+        waiting = len(self.waiting)
+        if limit is not None and waiting + len(sequences) > limit + self.num_open_slots:
+            raise QueueFullError(
+                f"the queue is full: {waiting} sequences wait, {len(sequences)} more have come, and at most "
+                f"max_num_queued_seqs={limit} may wait (a server's --max-num-queued-reqs); try again later."
+            )
+        self.waiting.extend(sequences)
+
     def admit(self) -> list[Running]:
         """Start waiting sequences while there are slots and pages for them."""
         admitted = []
-        while self.waiting and self._free_slots and self._may_start(self.waiting[0]):
-            running = self._start(self.waiting[0])
+        self._is_short = False
+        while self.waiting and self._may_start(self.waiting[0]):
+            running = self._start(self.waiting[0]) if self._free_slots else None
             if running is None:
+                self._is_short = True
                 break
             self.waiting.popleft()
             admitted.append(running)
-        self._is_short = bool(self.waiting)
         return admitted
+
+    @property
+    def has_suspects_behind(self) -> bool:
+        """Whether a suspect waits for others to end that have proved to be none: only suspects must run alone."""
+        is_next = bool(self.waiting) and self.waiting[0].suspect and bool(self.running)
+        return is_next and not any(running.sequence.suspect for running in self.running)
+
+    def set_aside(self) -> None:
+        """Preempt all, who wait behind the suspects from now on."""
+        aside = [running.sequence for running in self.running]
+        for running in list(self.running):
+            self.release(running)
+        self.num_preemptions += len(aside)
+        suspects = [sequence for sequence in self.waiting if sequence.suspect]
+        others = [sequence for sequence in self.waiting if not sequence.suspect]
+        self.waiting = deque([*suspects, *aside, *others])
 
     def _may_start(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence may start if there are units for it."""
@@ -286,7 +328,7 @@ class Scheduler:
         text = sequence.tokens_between(0, length)
         running = Running(sequence, self._free_slots.pop(), text, prefilled=hit * layout.page_size)
         running.remembered, running.known_pages = hit, known_pages
-        if not emitted:
+        if sequence.started is None:  # not again after a preemption or a failed step
             sequence.num_cached_tokens = running.prefilled
             self.num_prompt_tokens += length
             self.num_prefix_hits += running.prefilled

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from dflash_jax.engine.host.scheduler import Running, Scheduler
 from dflash_jax.state.pages import PagePool
 
-GRID = 4096  # tokens of a prompt from one snapshot to the next
+GRID = 4096  # tokens of a prompt from one snapshot to the next, or as many as make whole pages
 
 
 class Move(NamedTuple):
@@ -37,6 +37,7 @@ class Snapshots:
         self.num_taken = self.num_hits = 0
         layout = scheduler.layout
         self._page_size, self._block = layout.page_size, layout.block
+        self._grid = max(self._multiple(GRID, layout.page_size), layout.page_size)
         # A round crosses at most one boundary of an answer.
         self._answer_step = layout.page_size * -(-layout.block // layout.page_size)
 
@@ -49,7 +50,7 @@ class Snapshots:
         if running.sequence.cache_salt is None or running.sequence.wants_prompt_logprobs:  # scored chunks are whole
             return []
         last = self._multiple(len(running.text) - 1, self._page_size)
-        stops = {last, running.known_pages * self._page_size, *range(GRID, last, GRID)}
+        stops = {last, running.known_pages * self._page_size, *range(self._grid, last, self._grid)}
         running.stops = sorted(stop for stop in stops if running.prefilled < stop <= last)
         if running.prefilled == 0:
             return []

@@ -171,6 +171,7 @@ class ModelRunner:
         """Replace the drafter by another of the same configuration, and empty the caches."""
         self.params = (self.params[0], draft.params)
         self._kv_scales = (self._kv_scales[0], draft.kv_scales)
+        self._programs = {}  # with scales, or without them, caches have another structure
         self._hand_over()
         self.reset()
 
