@@ -8,6 +8,7 @@ open, equal neighbours counted: `r2m` is reference, reference, mosaic.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -287,23 +288,30 @@ def _attention(B: int, heads: tuple[int, int, int], dtype: Any, S: int = 64, q: 
         yield (Arguments(*arrays, mask="causal", window=None, scale=1.0),)
 
 
+SHORT = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+
+
 def lines() -> Iterator[str]:
     """The lines of the table.
 
-    A device with one answer for all calls of an operation has one line; otherwise a line for each kind of call follows,
-    and those that get the same as on a CPU have none.
+    A device with one answer for all calls of an operation has one line, and so has one that answers as another does.
+    Otherwise the line has what most kinds of calls get, and a line for each kind that gets something else follows.
     """
     every = list(calls())
     for operation in dict.fromkeys(operation for operation, _, _ in every):
-        groups = [(of, group) for name, of, group in every if name == operation]
-        plain = chosen(operation, CARDS[0], groups[0][1][0])[0]
+        groups, before = [(of, group) for name, of, group in every if name == operation], dict[tuple[str, ...], str]()
         for card in CARDS:
             rows = [(of, [chosen(operation, card, call)[0] for call in group]) for of, group in groups]
             if len(letters := {letter for _, row in rows for letter in row}) == 1:
                 yield f"{operation}, {card.name}: {letters.pop()}"
-            else:
-                yield f"{operation}, {card.name}:"
-                yield from (f" {of}: {_runs(row)}" for of, row in rows if {*row} != {plain})
+                continue
+            runs = tuple(_runs(row) for _, row in rows)
+            if runs in before:
+                yield f"{operation}, {card.name}: as {before[runs]}"
+                continue
+            before[runs], usual = card.name, Counter(runs).most_common(1)[0][0]
+            yield f"{operation}, {card.name}: {usual}"
+            yield from (f" {of}: {run}" for (of, _), run in zip(rows, runs, strict=True) if run != usual)
 
 
 def _runs(letters: list[str]) -> str:
@@ -312,7 +320,7 @@ def _runs(letters: list[str]) -> str:
 
 
 def _name(dtype: Any) -> str:
-    return {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}.get(name := jnp.dtype(dtype).name, name)
+    return SHORT.get(name := jnp.dtype(dtype).name, name)
 
 
 if __name__ == "__main__":
