@@ -17,7 +17,8 @@ from dflash_jax.weights.formats.side_by_side import SideBySide
 from dflash_jax.weights.loader import load_params
 from dflash_jax.weights.parameters import PROJECTIONS, checkpoint_tensors
 from dflash_jax.weights.safetensors import list_tensors
-from tests.packers import COMPRESSED, GPTQ, GPTQ_V2, packed
+from dflash_jax.weights.widened import of_eight_bits
+from tests.packers import COMPRESSED, GPTQ, GPTQ_V2, config_of, packed
 from tests.pairs import GOLDEN, HYBRID, golden_llm, random_tensors
 
 
@@ -171,6 +172,24 @@ def test_a_head_and_matrices_of_8_bits_are_held_wide(tmp_path, caplog, layout, q
     attention = params["layers_3"]["self_attn"]["qkv_proj"]
     assert [isinstance(part, Grouped) for part in attention.parts] == [False, True]  # q and k, v
     assert all("7 packed matrices are held in float32, " in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize(("layout", "quantization"), [("gptq_v2", GPTQ_V2), ("compressed", COMPRESSED)])
+def test_the_last_group_of_8_bits_may_be_smaller(tmp_path, layout, quantization):
+    rng = np.random.default_rng(0)
+    numbers, zeros = rng.integers(0, 256, (8, 40), np.uint8), rng.integers(1, 256, (8, 3), np.uint8)
+    scales = rng.uniform(0.01, 0.1, (8, 3)).astype(np.float16)
+    parts = packed(layout, numbers, scales, zeros, bits=8)
+    save_raw(tmp_path / "model.safetensors", {f"a.{name}": array for name, array in parts.items()})
+    tensors = {name.removeprefix("a."): info for name, info in list_tensors(tmp_path).items()}
+    sizes = {"group_size": 16, "config_groups": {"g": {"weights": {"group_size": 16}}}}
+    matrix = of_eight_bits(tensors, (8, 40), config_of(quantization | sizes))
+    group = np.arange(40) // 16
+    expected = (numbers - zeros[:, group].astype(np.float32)) * scales.astype(np.float32)[:, group]
+    np.testing.assert_allclose(matrix.read(), expected, rtol=1e-6)
+    assert matrix.problems == ()
+    (problem,) = of_eight_bits(tensors, (8, 40), config_of(quantization | {"group_size": 8})).problems
+    assert "has 3 scales for 40 inputs" in problem
 
 
 def test_tensors_of_8_bits_that_do_not_fit_are_named(tmp_path):

@@ -120,7 +120,7 @@ def packed_by_groups(tensors: Mapping[str, TensorInfo], shape: tuple[int, int], 
     problems = shape_problems(
         tensors, expected, optional=("g_idx",), of=f"for 4 bits in {config.packing.upper()}'s packing"
     )
-    group, problem = _group(tensors["qweight"], inputs, groups, config)
+    group, problem = size_of_groups(tensors["qweight"], inputs, groups, config)
     unpack = packing.awq_to_numbers if is_awq else packing.words_to_numbers
 
     def load() -> Matrix:
@@ -147,7 +147,7 @@ def compressed(tensors: Mapping[str, TensorInfo], shape: tuple[int, int], config
     }
     optional = ("weight_zero_point", "weight_g_idx", "weight_shape")
     problems = shape_problems(tensors, expected, optional=optional, of="for 4 bits in compressed-tensors")
-    group, problem = _group(tensors["weight_packed"], inputs, groups, config)
+    group, problem = size_of_groups(tensors["weight_packed"], inputs, groups, config)
 
     def load() -> Matrix:
         if (said := tensors.get("weight_shape")) is not None and said.load().tolist() != list(shape):
@@ -298,7 +298,9 @@ def shape_problems(
     return tuple(problems)
 
 
-def _group(info: TensorInfo, inputs: int, groups: int, config: Quantization | None) -> tuple[int, tuple[str, ...]]:
+def size_of_groups(
+    info: TensorInfo, inputs: int, groups: int, config: Quantization | None
+) -> tuple[int, tuple[str, ...]]:
     """How many inputs share a scale, and what is wrong: the file's number of groups must be one of the configuration's.
 
     The last group may be smaller, so that the number of groups alone does not always tell.

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from dflash_jax.spec.quantization import Quantization
-from dflash_jax.weights.layouts import Shapes, Stored, groups_of, shape_problems
+from dflash_jax.weights.layouts import Shapes, Stored, groups_of, shape_problems, size_of_groups
 from dflash_jax.weights.safetensors import TensorInfo
 
 MIDDLE = 128  # the zero point of symmetric 8-bit numbers
@@ -68,6 +68,7 @@ def of_eight_bits(
     }
     optional = (index, "weight_shape", *(() if axis == 0 else (points,)))
     problems = shape_problems(tensors, expected, optional=optional, of="for 8 bits")
+    group, problem = size_of_groups(tensors[packed], inputs, groups, config)
 
     def read() -> Float[np.ndarray, "O I"]:
         def rows(name: str) -> np.ndarray:  # of outputs, packed along the other axis or not
@@ -79,9 +80,8 @@ def of_eight_bits(
         if points in tensors:
             bytes_of_groups = np.ascontiguousarray(rows(points).T).view(np.uint8)[:, :outputs].T
             zeros = bytes_of_groups.astype(np.float32) + (config.zero_offset if config else 0)
-        usual = np.arange(inputs) // -(-inputs // groups)
-        of_input = tensors[index].load() if index in tensors else usual
+        of_input = tensors[index].load() if index in tensors else np.arange(inputs) // group
         wide_zeros = zeros if isinstance(zeros, int) else zeros[:, of_input]
         return (numbers - wide_zeros) * rows(scales).astype(np.float32)[:, of_input]
 
-    return Widened(tensors, problems, read)
+    return Widened(tensors, (*problems, *problem), read)
