@@ -160,11 +160,12 @@ def _plans(
     args: argparse.Namespace, target: TargetConfig, draft: DraftConfig | None
 ) -> list[tuple[Mesh, list[EngineConfig]]]:
     """Meshes, and for each the engines that run on it one after another with the same weights."""
+    on_cpu = jax.default_backend() == "cpu"
     return [
         (
             Mesh.of(devices),
             [
-                EngineConfig.of(_engine_args(args, draft, dtype, devices), target, draft)
+                EngineConfig.of(_engine_args(args, draft, dtype, devices), target, draft, on_cpu=on_cpu)
                 for dtype in args.kv_cache_dtype
             ],
         )
