@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from dflash_jax.engine.device.controls import bits_of, count_emitted, process, unpack_bits
 from dflash_jax.engine.device.slots import Controls
+from dflash_jax.engine.host.inputs import SamplerRows
 from tests.test_sampling import sampler
+from tests.test_scheduler import sequence_of
 
 VOCABULARY = 40  # more than a word of bits
 
@@ -136,3 +138,11 @@ def test_bits(size):
     words = bits_of(np.flatnonzero(chosen).tolist(), -(-size // 32))
     assert [bool(words[v // 32] >> np.uint32(v % 32) & 1) for v in range(size)] == chosen.tolist()
     np.testing.assert_array_equal(unpack_bits(jnp.array([words]), size)[0], chosen)
+
+
+@pytest.mark.parametrize(("asked", "used"), [(1e-46, 1e-6), (1.3, 1.3), (1e39, 1e6)])
+def test_penalties_stay_within_float32(asked, used):
+    """As float32 1e-46 is 0, and a token that is not allowed, at minus infinity, times 0 is no number."""
+    rows = SamplerRows(1, VOCABULARY)
+    rows.put(0, sequence_of(1, repetition_penalty=asked))
+    assert rows.rows.repetition_penalty[0] == np.float32(used)
