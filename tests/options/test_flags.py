@@ -94,7 +94,14 @@ def values_of(read) -> dict[str, str]:
     return values
 
 
+def not_empty(text: str) -> str:
+    if not text:
+        raise ValueError("it is empty")
+    return text
+
+
 PLAIN = {kind.__name__: values_of(kind) for kind in (int, float, str, Path)}
+PLAIN |= {"str, not empty": values_of(not_empty), "[str], not empty": values_of(lambda text: [not_empty(text)])}
 
 
 def accepted(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
