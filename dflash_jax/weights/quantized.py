@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -37,6 +37,14 @@ from pallas_kernels.quantized_product.layout import PLACES, PLACES_E4M3, span_of
 Placement = Callable[[tuple[str, ...], tuple[int, ...]], Sharding | None]
 
 Layout = Callable[[Mapping[str, TensorInfo], tuple[int, int], Quantization | None], Stored]
+
+
+class _Packed(NamedTuple):
+    """A packed matrix: how it is laid out, and its tensors by the last part of their names."""
+
+    layout: Layout
+    tensors: dict[str, TensorInfo]
+
 
 # The tensor that shows a matrix to be packed, how such a matrix is read, and the other tensors that it may have.
 PACKED: dict[str, tuple[Layout, tuple[str, ...]]] = {
@@ -93,23 +101,22 @@ def find_widened(
         return {}
     widened: dict[str, Widened] = {}
     for name, axes in table.items():
-        layout, parts = _packed(tensors, name)
-        if parts and name not in tensors and name not in kept:
+        packed = None if name in tensors or name in kept else _packed(tensors, name)
+        if packed is not None:
             rows, *inputs = checkpoint_shape(axes, config)
-            shape = rows, math.prod(inputs)
-            matrix = of_eight_bits(parts, shape, config.quantization)
-            widened[name] = matrix or of_four_bits(layout(parts, shape, config.quantization))
+            arguments = packed.tensors, (rows, math.prod(inputs)), config.quantization
+            widened[name] = of_eight_bits(*arguments) or of_four_bits(packed.layout(*arguments))
     return widened
 
 
-def _packed(tensors: Mapping[str, TensorInfo], name: str) -> tuple[Layout, dict[str, TensorInfo]]:
-    """The layout of a packed matrix, and its tensors by the last part of their names; none if it is not packed."""
+def _packed(tensors: Mapping[str, TensorInfo], name: str) -> _Packed | None:
+    """The packed matrix of this name; None if there is none."""
     base = name.removesuffix(".weight")
     for first, (layout, others) in PACKED.items():
         parts = {suffix: tensors[f"{base}.{suffix}"] for suffix in (first, *others) if f"{base}.{suffix}" in tensors}
         if first in parts:
-            return layout, parts
-    return compressed, {}
+            return _Packed(layout, parts)
+    return None
 
 
 def _size(matrix: Stored) -> int:
@@ -136,9 +143,10 @@ def _stored(
     """The quantised matrix of this name; None if there is none."""
     info = tensors.get(name)
     if info is None:
-        layout, parts = _packed(tensors, name)
-        is_kept = parts and of_eight_bits(parts, shape, config.quantization) is None
-        return layout(parts, shape, config.quantization) if is_kept else None
+        packed = _packed(tensors, name)
+        if packed is None or of_eight_bits(packed.tensors, shape, config.quantization) is not None:
+            return None
+        return packed.layout(packed.tensors, shape, config.quantization)
     scale = next((tensors[name + suffix] for suffix in SCALE_SUFFIXES if name + suffix in tensors), None)
     if scale is None or info.dtype != E4M3 or info.shape != shape:
         return None

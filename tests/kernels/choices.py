@@ -294,24 +294,26 @@ SHORT = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16", "fl
 def lines() -> Iterator[str]:
     """The lines of the table.
 
-    A device with one answer for all calls of an operation has one line, and so has one that answers as another does.
-    Otherwise the line has what most kinds of calls get, and a line for each kind that gets something else follows.
+    A device with one answer for all calls of an operation has one line. Otherwise the line has what most kinds of calls
+    get, or the device that it answers like most, and a line for each kind that gets something else follows.
     """
     every = list(calls())
     for operation in dict.fromkeys(operation for operation, _, _ in every):
-        groups, before = [(of, group) for name, of, group in every if name == operation], dict[tuple[str, ...], str]()
+        groups, before = [(of, group) for name, of, group in every if name == operation], dict[str, tuple[str, ...]]()
         for card in CARDS:
             rows = [(of, [chosen(operation, card, call)[0] for call in group]) for of, group in groups]
             if len(letters := {letter for _, row in rows for letter in row}) == 1:
                 yield f"{operation}, {card.name}: {letters.pop()}"
                 continue
             runs = tuple(_runs(row) for _, row in rows)
-            if runs in before:
-                yield f"{operation}, {card.name}: as {before[runs]}"
-                continue
-            before[runs], usual = card.name, Counter(runs).most_common(1)[0][0]
-            yield f"{operation}, {card.name}: {usual}"
-            yield from (f" {of}: {run}" for (of, _), run in zip(rows, runs, strict=True) if run != usual)
+            usual = Counter(runs).most_common(1)[0][0]
+            alike = {usual: (usual,) * len(runs)} | {f"as {name}": of_other for name, of_other in before.items()}
+            others = {name: [run != other for run, other in zip(runs, alike[name], strict=True)] for name in alike}
+            nearest, before[card.name] = min(others, key=lambda name: sum(others[name])), runs
+            yield f"{operation}, {card.name}: {nearest}"
+            yield from (
+                f" {of}: {run}" for (of, _), run, is_other in zip(rows, runs, others[nearest], strict=True) if is_other
+            )
 
 
 def _runs(letters: list[str]) -> str:

@@ -71,7 +71,7 @@ def generate_sampling_params(
         for sampling in request.sampling_params
     ]
     if most_tokens is not None:
-        params = [replace(each, max_tokens=min(each.max_tokens or most_tokens, most_tokens)) for each in params]
+        params = [replace(p, max_tokens=min(p.max_tokens or most_tokens, most_tokens)) for p in params]
     return params if len(params) > 1 else params * len(request.prompts)
 
 

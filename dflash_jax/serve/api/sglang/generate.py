@@ -61,7 +61,7 @@ class Answer:
         return {"text": self._text, "output_ids": self._token_ids, "meta_info": meta}
 
     def _input_logprobs(self) -> dict[str, Any]:
-        """Of the prompt's tokens from `logprob_start_len` on; the first of them has none, as in SGLang."""
+        """Log-probabilities of the prompt's tokens from `logprob_start_len` on. As in SGLang, the first has none."""
         token_ids, scores = self._job.prompts[self._prompt], self._job.prompt_logprobs[self._prompt]
         start = self._first_scored
         scored = [alternatives for alternatives in scores[start + 1 :] if alternatives is not None]
